@@ -1,0 +1,70 @@
+// What a rank says about a collective before any data of it is read.
+//
+// Every rank publishes one Description per call. Once all have, each rank checks all of them with
+// check_compatible(), a pure function: equal inputs, hence an equal verdict on every rank. What
+// makes calls fit is a rule per operation, not equality (an all_gather may be uneven, a gate lets
+// splits differ).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <type_traits>
+
+#include "common/dtype.h"
+
+namespace fccl {
+
+// Values are part of the shared-memory layout: append only.
+enum class Collective : std::uint8_t {
+  kNone = 0,
+  kAllReduce = 1,
+  kAllGather = 2,
+  kBroadcast = 3,
+  kBarrier = 4,
+  // A call this rank refused before it had a number's worth of work: its peers must not wait for it.
+  kRejected = 5,
+  // Delegated to the inner engine; only the description passes through here.
+  kReduce = 6,
+  kGather = 7,
+  kScatter = 8,
+  kReduceScatter = 9,
+  kAllToAll = 10,
+  kSparseAllReduce = 11,
+};
+inline constexpr std::uint8_t kCollectiveCount = 12;
+
+const char* name_of(Collective collective) noexcept;
+
+// Fixed layout, copied into shared memory as it is. Peers' bytes are a stranger's bytes: readers
+// copy the whole struct out once and validate() the copy.
+struct Description {
+  Collective collective = Collective::kNone;
+  DType dtype = DType::kBytes;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  std::uint8_t flags = 0;          // kUneven
+  std::int32_t root = -1;          // rank in the group; -1 where there is none
+  std::uint64_t count = 0;         // elements this rank contributes (broadcast: of the message)
+  std::uint64_t output_count = 0;  // elements received; with kUneven a fingerprint of the sizes; or 0
+  std::uint32_t tensors = 1;       // tensors in a coalesced call
+  std::uint32_t reserved = 0;
+  char note[80] = {};              // kRejected: why, NUL-terminated
+
+  // all_gather and gate: ranks may contribute different counts.
+  static constexpr std::uint8_t kUneven = 1;
+
+  void set_note(const std::string& text) noexcept;
+  // Replaces what a well-behaved peer could not have written: enumerators out of range, a note that
+  // is not terminated, printable UTF-8.
+  void validate() noexcept;
+  // "all_reduce(float32, count=3, op=sum)".
+  std::string to_string() const;
+};
+static_assert(std::is_trivially_copyable_v<Description>);
+static_assert(sizeof(Description) == 112, "part of the shared-memory layout");
+
+// Empty if the calls fit; else a message that holds every rank's call (equal calls are listed once,
+// with their ranks) and says what differs.
+std::string check_compatible(std::span<const Description> calls);
+
+}  // namespace fccl

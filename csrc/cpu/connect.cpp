@@ -1,0 +1,248 @@
+// How a group finds its peers and maps their memory.
+//
+//   1. hello   every rank publishes a record through the Store and reads all of them; all conclude the
+//              same from the same records (hello.h): share memory or not, over which node object.
+//   2. mesh    unless an earlier group's node holds all ranks: connect to one another (mesh.h).
+//   3. ready   every rank makes its segment and says whether all went well.
+//   4. mapped  descriptors are passed, segments mapped, and every rank says whether that went well.
+//
+// After 1, 3 and 4 all ranks have the same words before them, so they decide alike: all use the engine,
+// or none does and why_not() says why. It is a transaction: a rank's trouble is published, never thrown
+// half-way, as long as the peers can still be told.
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <thread>
+
+#include "cpu/environment.h"
+#include "cpu/group_state.h"
+#include "cpu/interrupt.h"
+#include "cpu/tuning.h"
+
+namespace fccl::cpu {
+
+namespace {
+
+template <std::size_t N>
+void copy_text(char (&out)[N], const std::string& text) {
+  std::memset(out, 0, N);
+  std::memcpy(out, text.data(), std::min(text.size(), N - 1));
+}
+
+class Connector {
+ public:
+  Connector(Group::State& state, const Deadline& deadline) : state_(state), deadline_(deadline) {}
+
+  // Empty if all went well on all ranks, else the joint reason why not.
+  std::string run() {
+    const std::vector<Hello> hellos = exchange_hellos();
+    std::string why = why_not_shared(hellos);
+    if (!why.empty()) return why;
+    state_.geometry = hellos[0].geometry;
+
+    why = joint("ready", attempt([&] {
+      join_node(hellos);
+      state_.own = Segment::create(state_.geometry.segment_bytes());
+      new (state_.own.data()) Control();
+    }));
+    if (!why.empty()) return why;
+
+    return joint("mapped", attempt([&] { map_peers(hellos[0].group_id); }));
+  }
+
+ private:
+  int ranks() const { return state_.world_size(); }
+
+  void poll() const {
+    check_interrupt();
+    state_.throw_if_failed();
+  }
+
+  // Publishes our value and reads everybody's.
+  std::vector<std::string> exchange(const std::string& step, const std::string& value) {
+    KeyValueStore& store = *state_.config.store;
+    store.set(step + "/" + std::to_string(state_.rank()), value);
+    std::vector<std::string> values(static_cast<std::size_t>(ranks()));
+    std::chrono::microseconds pause(50);
+    for (int peer = 0; peer < ranks();) {
+      if (auto got = store.try_get(step + "/" + std::to_string(peer))) {
+        values[static_cast<std::size_t>(peer++)] = std::move(*got);
+        continue;
+      }
+      poll();
+      if (deadline_.expired()) throw Error(ErrorKind::kTimeout, missing_message(step, peer));
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::microseconds(10000));
+    }
+    return values;
+  }
+
+  std::string missing_message(const std::string& step, int first) {
+    std::string missing;
+    for (int peer = first; peer < ranks(); ++peer) {
+      if (state_.config.store->try_get(step + "/" + std::to_string(peer))) continue;
+      missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(peer);
+    }
+    return "fccl " + state_.where() + ": timed out after " + std::to_string(deadline_.span().count()) +
+           " ms in the group's first collective: " + (missing.empty() ? "a rank" : missing) +
+           " did not come (step '" + step + "')";
+  }
+
+  std::vector<Hello> exchange_hellos() {
+    Hello mine;
+    mine.world_size = static_cast<std::uint32_t>(ranks());
+    mine.process = this_process();
+    mine.network_namespace = network_namespace();
+    mine.group_id = random_u64();
+    mine.token = {random_u64(), random_u64()};
+    mine.geometry = geometry_for(ranks());
+    if (state_.config.testing.depth != 0) mine.geometry.depth = state_.config.testing.depth;
+    candidate_ = Node::newest();
+    mine.node = candidate_ ? candidate_->id() : 0;
+    copy_text(mine.boot_id, boot_id());
+    if (!shared_memory_enabled()) {
+      copy_text(mine.refusal, "the environment variable FCCL_SHM turns shared memory off");
+    } else {
+      try {
+        listener_.emplace();
+        copy_text(mine.socket_name, listener_->name());
+      } catch (const Error& error) {
+        copy_text(mine.refusal, error.what());
+      }
+    }
+    const std::vector<std::string> values = exchange("hello", mine.to_bytes());
+    std::vector<Hello> hellos;
+    for (int peer = 0; peer < ranks(); ++peer) {
+      hellos.push_back(Hello::parse(values[static_cast<std::size_t>(peer)], peer));
+    }
+    return hellos;
+  }
+
+  // Uses the candidate if it is everybody's newest node and holds all of this group's ranks; its
+  // membership is the same on all of them, so they agree. Else makes a node of this group's ranks.
+  void join_node(const std::vector<Hello>& hellos) {
+    bool usable = candidate_ != nullptr;
+    for (const Hello& hello : hellos) {
+      usable = usable && hello.node == candidate_->id() && candidate_->index_of(hello.process) >= 0;
+    }
+    if (!usable) {
+      std::vector<std::string> names;
+      std::vector<ProcessId> processes;
+      for (const Hello& hello : hellos) {
+        names.emplace_back(hello.socket_name);
+        processes.push_back(hello.process);
+      }
+      std::vector<Connection> connections =
+          connect_mesh(*listener_, names, state_.rank(), hellos[0].token, deadline_, [this] { poll(); });
+      candidate_ = std::make_shared<Node>(hellos[0].group_id, state_.rank(), std::move(processes),
+                                          std::move(connections));
+      Node::publish(candidate_);
+    }
+    state_.node = candidate_;
+    for (const Hello& hello : hellos) state_.members.push_back(candidate_->index_of(hello.process));
+  }
+
+  void map_peers(std::uint64_t group) {
+    for (int peer = 0; peer < ranks(); ++peer) {
+      if (peer == state_.rank()) continue;
+      state_.node->send_descriptor(member(peer), group, state_.own.descriptor());
+    }
+    for (int peer = 0; peer < ranks(); ++peer) {
+      Segment segment;
+      if (peer != state_.rank()) {
+        try {
+          segment = Segment::open(state_.node->receive_descriptor(member(peer), group, deadline_, [this] { poll(); }),
+                                  state_.geometry.segment_bytes());
+        } catch (const Error& error) {
+          throw Error(error.kind(), "rank " + std::to_string(peer) + " " + error.what());
+        }
+      }
+      const std::byte* data = peer == state_.rank() ? state_.own.data() : segment.data();
+      state_.segments.push_back(data);
+      state_.controls.push_back(reinterpret_cast<const Control*>(data));
+      state_.mapped.push_back(std::move(segment));
+    }
+    state_.own.release_descriptor();
+  }
+
+  int member(int rank) const { return state_.members[static_cast<std::size_t>(rank)]; }
+
+  // Runs a step; its trouble becomes a text for the peers.
+  template <typename Step>
+  std::string attempt(Step&& step) {
+    try {
+      step();
+      return {};
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kAborted) throw;
+      return error.what();
+    }
+  }
+
+  // Tells the others how a step went here; the first rank's trouble, if any has some.
+  std::string joint(const std::string& step, const std::string& trouble) {
+    const std::vector<std::string> troubles = exchange(step, trouble.empty() ? "ok" : trouble);
+    for (std::size_t peer = 0; peer < troubles.size(); ++peer) {
+      if (troubles[peer] != "ok") return "rank " + std::to_string(peer) + ": " + troubles[peer].substr(0, 400);
+    }
+    return {};
+  }
+
+  Group::State& state_;
+  const Deadline& deadline_;
+  std::optional<Listener> listener_;
+  std::shared_ptr<Node> candidate_;
+};
+
+}  // namespace
+
+bool Group::connect(const Deadline& deadline) {
+  State& state = *state_;
+  state.throw_if_failed();
+  if (state.tried) return state.connected;
+  state.generation = fork_generation();
+  if (state.world_size() == 1) {
+    state.tried = state.connected = true;
+    return true;
+  }
+  try {
+    state.why_not = Connector(state, deadline).run();
+  } catch (const Error& error) {
+    throw Error(state.fail(error));
+  } catch (...) {
+    state.fail(Error(ErrorKind::kInterrupted, "fccl " + state.where() + " was interrupted while it connected"));
+    throw;
+  }
+  state.tried = true;
+  if (state.why_not.empty()) {
+    state.waiter.emplace(&state.control().park, state.world_size());
+    state.connected = true;
+  } else {
+    state.node.reset();
+    state.controls.clear();
+    state.segments.clear();
+    state.mapped.clear();
+    state.own = Segment();
+  }
+  return state.connected;
+}
+
+std::string why_no_shared_memory() {
+  if (!shared_memory_enabled()) return "the environment variable FCCL_SHM turns shared memory off";
+  try {
+    const Listener listener;
+    const Segment segment = Segment::create(1 << 16);
+    const Segment mapped = Segment::open(segment.descriptor(), segment.size());
+    segment.data()[0] = std::byte{1};
+    if (mapped.data()[0] != std::byte{1}) return "two mappings of one memfd differ";
+    const std::vector<std::string> names = {listener.name()};
+    const Node alone(random_u64(), 0, {this_process()}, connect_mesh(listener, names, 0, {}, Deadline(), [] {}));
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return {};
+}
+
+}  // namespace fccl::cpu

@@ -1,0 +1,297 @@
+#include "cpu/group.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "cpu/environment.h"
+#include "cpu/group_state.h"
+#include "cpu/interrupt.h"
+
+namespace fccl::cpu {
+
+// ---- state ----------------------------------------------------------------------------------
+
+std::string Group::State::where() const {
+  return "group '" + config.name + "', rank " + std::to_string(rank()) + " of " + std::to_string(world_size());
+}
+
+void Group::State::publish(std::atomic<std::uint64_t>& word, std::uint64_t value) const {
+  word.store(value, std::memory_order_release);         // P1 in wait.h; I7
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the waiter's
+  for (const Control* peer : controls) {
+    if (peer->park.parked.load(std::memory_order_relaxed) != 0) {  // P2
+      wake_all(word);
+      return;
+    }
+  }
+}
+
+Error Group::State::fail(const Error& error) noexcept {
+  {
+    const std::lock_guard lock(failure_mutex);
+    if (failure) return *failure;
+    failure = error;
+    // In a forked child the segment is the parent's, who has not failed.
+    if (connected && own.data() != nullptr && !left.load() && generation == fork_generation()) {
+      StatusLine& status = control().status;
+      status.kind = static_cast<std::uint32_t>(error.kind());
+      status.failed_at = sequence.load();
+      const std::string text = error.what();
+      std::memcpy(status.text, text.data(), std::min(text.size(), sizeof(status.text) - 1));
+      status.state.store(static_cast<std::uint32_t>(RankState::kFailed), std::memory_order_release);
+    }
+    failed.store(true);
+  }
+  wake_everyone();
+  return error;
+}
+
+void Group::State::throw_if_failed() const {
+  if (!failed.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(failure_mutex);
+  throw Error(*failure);
+}
+
+// Our words wake the peers that wait for us; the peers' words wake a thread of ours that waits for
+// them (waking needs no right to write).
+void Group::State::wake_everyone() const noexcept {
+  for (const Control* control : controls) {
+    wake_all(control->progress.arrived);
+    wake_all(control->progress.staged);
+    wake_all(control->progress.done);
+  }
+}
+
+// ---- one collective -------------------------------------------------------------------------
+
+namespace {
+// Everything but the note, which only rejected calls have.
+constexpr std::size_t kCompared = offsetof(Description, note);
+}  // namespace
+
+Call::Call(Group::State& state, const Description& description, const Deadline& deadline)
+    : state_(state), description_(description), deadline_(deadline) {
+  state_.throw_if_failed();
+  if (state_.generation != fork_generation()) {
+    throw Error(ErrorKind::kSystem, what() + ": this process was forked after the group was made, and memory and "
+                                             "connections stay with the parent; make a new group in the child");
+  }
+  if (state_.left.load()) {
+    throw Error(ErrorKind::kAborted, what() + ": the group has been destroyed on this rank");
+  }
+  settle();
+  number_ = state_.sequence.load(std::memory_order_relaxed) + 1;
+  state_.sequence.store(number_, std::memory_order_relaxed);
+  staged_base_ = state_.staged;
+  done_base_ = state_.done;
+}
+
+// After a rejected call this rank has not seen its peers arrive there; make I4 true again.
+void Call::settle() {
+  number_ = state_.sequence.load(std::memory_order_relaxed);
+  if (state_.settled == number_ || world_size() == 1) return;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.arrived, number_);
+  }
+  state_.settled = number_;
+}
+
+void Call::arrive() {
+  Control& control = state_.control();
+  // Free by I4. Without the note: no call that arrives here was rejected.
+  void* line = &control.descriptions[number_ % kDescriptionLines].description;
+  std::memcpy(line, &description_, kCompared);
+  state_.publish(control.progress.arrived, number_);
+}
+
+void Call::meet() {
+  const int ranks = world_size();
+  for (int peer = 0; peer < ranks; ++peer) {
+    await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.arrived, number_);
+  }
+  state_.settled = number_;
+  // A peer that arrived here and then gave up (a timeout, an abort) has not completed this call, so a
+  // rank that comes late must not believe that it did. Lines that hardly ever change: no cost.
+  for (int peer = 0; peer < ranks; ++peer) throw_if_peer_failed(peer);
+
+  // Equal bytes fit, the common case.
+  const std::uint64_t line = number_ % kDescriptionLines;
+  bool equal = true;
+  for (const Control* control : state_.controls) {
+    equal = equal && std::memcmp(&control->descriptions[line].description, &description_, kCompared) == 0;
+  }
+  if (equal) [[likely]] return;
+
+  std::vector<Description> calls(static_cast<std::size_t>(ranks));
+  for (std::size_t peer = 0; peer < calls.size(); ++peer) {
+    std::memcpy(&calls[peer], &state_.controls[peer]->descriptions[line].description, sizeof(Description));
+    calls[peer].validate();
+  }
+  const std::string verdict = check_compatible(calls);
+  if (!verdict.empty()) throw Error(ErrorKind::kMismatch, what() + ": " + verdict);
+}
+
+void Call::await(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target) {
+  if (peer == rank()) return;
+  awaited_ = peer;
+  state_.waiter->until(word, target, *this);
+}
+
+void Call::await_staged(int peer, std::uint64_t chunks) {
+  await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.staged, staged_base_ + chunks);
+}
+void Call::await_done(int peer, std::uint64_t chunks) {
+  await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.done, done_base_ + chunks);
+}
+void Call::publish_staged(std::uint64_t chunks) {
+  state_.staged = staged_base_ + chunks;
+  state_.publish(state_.control().progress.staged, state_.staged);
+}
+void Call::publish_done(std::uint64_t chunks) {
+  state_.done = done_base_ + chunks;
+  state_.publish(state_.control().progress.done, state_.done);
+}
+void Call::finish(std::uint64_t chunks) {
+  if (state_.staged != staged_base_ + chunks) publish_staged(chunks);
+  if (state_.done != done_base_ + chunks) publish_done(chunks);
+}
+
+void Call::throw_if_peer_failed(int peer) const {
+  const StatusLine& status = state_.controls[static_cast<std::size_t>(peer)]->status;
+  const auto state = static_cast<RankState>(status.state.load(std::memory_order_acquire));
+  // A peer that failed in a later collective has done its part of this one.
+  if (state != RankState::kFailed || peer == rank() || status.failed_at > number_) return;
+  char text[sizeof(status.text)];
+  std::memcpy(text, status.text, sizeof(text));
+  text[sizeof(text) - 1] = '\0';
+  throw Error(ErrorKind::kPeerFailed, what() + ": the group has failed on rank " + std::to_string(peer) +
+                                          ", which says: " + text);
+}
+
+std::string Call::what() const {
+  return "fccl " + description_.to_string() + ", collective #" + std::to_string(number_) + " of " + state_.where();
+}
+
+std::string Call::who_is_missing() const {
+  std::string text;
+  for (std::size_t peer = 0; peer < state_.controls.size(); ++peer) {
+    const std::uint64_t arrived = state_.controls[peer]->progress.arrived.load(std::memory_order_acquire);
+    if (arrived >= number_) continue;
+    if (!text.empty()) text += ", ";
+    text += "rank " + std::to_string(peer) + " has not called it (its last collective is #" +
+            std::to_string(arrived) + ")";
+  }
+  if (text.empty()) text = "rank " + std::to_string(awaited_) + " has called it and does not get on with it";
+  return text;
+}
+
+// Death wins over abort, abort over timeout. Each reason counts only if what is awaited has still not
+// happened once the reason is known: a peer may do its part and then leave or die.
+void Call::check(const std::atomic<std::uint64_t>& word, std::uint64_t target) {
+  const auto reached = [&] { return word.load(std::memory_order_acquire) >= target; };
+  const auto state_of = [&](int peer) {
+    return static_cast<RankState>(
+        state_.controls[static_cast<std::size_t>(peer)]->status.state.load(std::memory_order_acquire));
+  };
+  const std::string awaited = "rank " + std::to_string(awaited_);
+
+  check_interrupt();
+
+  if (state_.node->is_gone(state_.members[static_cast<std::size_t>(awaited_)]) &&
+      state_of(awaited_) == RankState::kActive && !reached()) {
+    throw Error(ErrorKind::kPeerDied, what() + ": the process of " + awaited +
+                                          " ended without destroy_process_group() while it was waited for");
+  }
+  if (state_of(awaited_) == RankState::kLeft && !reached()) {
+    throw Error(ErrorKind::kPeerLeft, what() + ": " + awaited + " has destroyed the group (after its collective #" +
+                                          std::to_string(state_.controls[static_cast<std::size_t>(awaited_)]
+                                                             ->progress.arrived.load(std::memory_order_acquire)) +
+                                          ") and will not take part");
+  }
+  state_.throw_if_failed();
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (!reached()) throw_if_peer_failed(peer);
+  }
+  if (deadline_.expired() && !reached()) {
+    throw Error(ErrorKind::kTimeout, what() + ": timed out after " + std::to_string(deadline_.span().count()) +
+                                         " ms: " + who_is_missing());
+  }
+}
+
+Error settle_error(Group::State& state, const Error& error) {
+  return error.is_sticky() ? state.fail(error) : error;
+}
+
+void fail_interrupted(Group::State& state, const Description& description) noexcept {
+  state.fail(Error(ErrorKind::kInterrupted, "fccl " + description.to_string() + " was interrupted on " +
+                                                state.where() + "; the group cannot be used any more"));
+}
+
+// ---- the group ------------------------------------------------------------------------------
+
+Group::Group(GroupConfig config) : state_(std::make_unique<State>()) { state_->config = std::move(config); }
+
+Group::~Group() { leave(); }
+
+int Group::rank() const noexcept { return state_->rank(); }
+int Group::world_size() const noexcept { return state_->world_size(); }
+const std::string& Group::why_not() const noexcept { return state_->why_not; }
+std::uint64_t Group::sequence_number() const noexcept { return state_->sequence.load(std::memory_order_relaxed); }
+
+void Group::barrier(const Deadline& deadline) {
+  Description description;
+  description.collective = Collective::kBarrier;
+  gate(description, deadline);
+}
+
+void Group::gate(const Description& description, const Deadline& deadline) {
+  run_call(*state_, description, deadline, [](Call& call) {
+    if (call.world_size() == 1) return;
+    call.arrive();
+    call.meet();
+  });
+}
+
+void Group::reject(const std::string& why) noexcept {
+  State& state = *state_;
+  if (!state.connected || state.world_size() == 1 || state.failed.load() || state.left.load() ||
+      state.generation != fork_generation()) {
+    return;
+  }
+  const std::uint64_t number = state.sequence.load(std::memory_order_relaxed) + 1;
+  // Line `number` was last used for number - kDescriptionLines, which peers are done with if all of
+  // them have arrived one later (I2). Beyond that the peers are told nothing and will time out.
+  if (number >= state.settled + kDescriptionLines) return;
+  Description description;
+  description.collective = Collective::kRejected;
+  description.set_note(why);
+  state.sequence.store(number, std::memory_order_relaxed);
+  state.control().descriptions[number % kDescriptionLines].description = description;
+  state.publish(state.control().progress.arrived, number);
+}
+
+void Group::abort(const std::string& reason) noexcept {
+  state_->fail(Error(ErrorKind::kAborted, "fccl " + state_->where() + " was aborted: " + reason));
+}
+
+void Group::leave() noexcept {
+  State& state = *state_;
+  if (state.left.exchange(true) || !state.connected || state.own.data() == nullptr) return;
+  // In a forked child the segment is the parent's, who is still there.
+  if (state.generation != fork_generation()) return;
+  {
+    const std::lock_guard lock(state.failure_mutex);
+    if (!state.failure) {
+      state.control().status.state.store(static_cast<std::uint32_t>(RankState::kLeft), std::memory_order_release);
+    }
+  }
+  state.wake_everyone();
+}
+
+std::optional<Error> Group::failure() const {
+  const std::lock_guard lock(state_->failure_mutex);
+  return state_->failure;
+}
+
+}  // namespace fccl::cpu

@@ -1,0 +1,118 @@
+// A group of ranks that share memory: its collectives. This is the face of the engine.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/deadline.h"
+#include "common/description.h"
+#include "common/dtype.h"
+#include "common/error.h"
+
+namespace fccl::cpu {
+
+// What the engine needs of torch's Store. Implementations are thread-safe and do not block for long.
+class KeyValueStore {
+ public:
+  virtual ~KeyValueStore() = default;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  // The value, or nothing if the key is not there yet.
+  virtual std::optional<std::string> try_get(const std::string& key) = 0;
+};
+
+// Called every 50 to 100 ms by a thread that waits. Throws to stop waiting (Ctrl-C): the group is
+// then failed on this rank and its peers are told.
+using InterruptCheck = std::function<void()>;
+void set_interrupt_check(InterruptCheck check);
+
+// For tests only: makes the protocol wrong on purpose and gives races room, so that the tests of its
+// invariants can be shown to have power. Must be equal on all ranks, `pause` apart.
+struct GroupTesting {
+  std::uint32_t depth = 0;         // slots of the pipelines instead of what they need; 0: what they need
+  bool single_one_shot = false;    // one one-shot slot instead of two
+  std::function<void()> pause;     // called by a rank just before it reads a peer's slot
+};
+
+struct GroupConfig {
+  int rank = 0;
+  int world_size = 1;
+  std::string name;                      // for messages: torch's group name
+  std::shared_ptr<KeyValueStore> store;  // private to this incarnation of the group
+  GroupTesting testing = {};
+};
+
+// Thread-safety: connect() and the collectives are made by one thread at a time, in the same order on every
+// rank (the executor in c10d/ sees to that). abort(), failure(), leave() and the const members may
+// be called from any thread at any time.
+//
+// Errors: every member that communicates throws fccl::Error. After a sticky one (Error::is_sticky)
+// each later call throws the same error at once.
+class Group {
+ public:
+  explicit Group(GroupConfig config);
+  ~Group();  // leave()s
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const noexcept;
+  int world_size() const noexcept;
+
+  // Finds the peers and maps their memory; all ranks of the group call it together. True: the
+  // engine carries this group's collectives. False, on every rank alike: it cannot, and why_not()
+  // says why. Throws if a peer does not show up before the deadline. Later calls return at once.
+  bool connect(const Deadline& deadline);
+  const std::string& why_not() const noexcept;
+
+  // ---- collectives (connect() must have returned true) ----
+
+  // Reduces `count` elements over all ranks into `output`; `input` may be `output`, no other overlap.
+  void all_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op,
+                  const Deadline& deadline);
+  // outputs[r] receives rank r's `counts[r]` elements; counts[rank()] of `input` are sent. `uneven`
+  // says that the caller's form of the call allows counts to differ from rank to rank. input may be
+  // outputs[rank()] exactly.
+  void all_gather(const void* input, std::span<void* const> outputs, std::span<const std::size_t> counts,
+                  DType dtype, bool uneven, const Deadline& deadline);
+  void broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline);
+  void barrier(const Deadline& deadline);
+
+  // Compares descriptions and moves no data: the mismatch gate in front of delegated collectives.
+  void gate(const Description& call, const Deadline& deadline);
+
+  // Takes a number for a call that this rank refuses and tells the peers, so that they raise an
+  // error too instead of waiting; does not wait for them.
+  void reject(const std::string& why) noexcept;
+
+  // ---- failure ----
+
+  // Fails the group: pending and later calls raise, here and, as soon as they look, on the peers.
+  void abort(const std::string& reason) noexcept;
+  // Says goodbye. Peers that still wait for this rank learn that it left. Idempotent. Must not be
+  // called while a collective runs in another thread (abort() first).
+  void leave() noexcept;
+  // The sticky error, if any.
+  std::optional<Error> failure() const;
+
+  // Number of collectives begun so far (rejected ones and gates included).
+  std::uint64_t sequence_number() const noexcept;
+
+  struct State;  // implementation: group_state.h
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+// Why memory cannot be shared between processes here, or empty if it can: tries the engine's own
+// steps (memfd, sealing, mapping, abstract sockets, passing a descriptor). For `fccl info`.
+std::string why_no_shared_memory();
+
+}  // namespace fccl::cpu

@@ -1,0 +1,153 @@
+// Inside a Group: what it holds, and one collective in progress. For csrc/cpu/*.cpp only.
+//
+// The rendezvous. Every collective has a number n, counted per group. A rank begins it by writing its
+// description into line n % kDescriptionLines and storing arrived = n. Then it waits until every peer
+// has arrived at n and compares the descriptions. No peer's data is read before that.
+//
+// Invariants (cited by number elsewhere):
+//   I1  Every word and slot has one writer, its owner.
+//   I2  A rank stores arrived = n only after it is done with n-1 altogether, reading peers' slots included.
+//   I3  A rank that waited for all arrivals at n therefore knows that nobody uses anything of n-1 or
+//       earlier any more: slots of n-1 may be written again.
+//   I4  A rank that is about to begin n has seen all arrivals at n-1 (`settle`), so what was used for
+//       n-2 is free: two slots, used by parity of n, are enough for data that is published together
+//       with the arrival, and two description lines would be enough.
+//   I5  At the end of every collective, each rank has advanced `staged` and `done` by the call's
+//       number of chunks, whether or not it used them: the counters' values at the start of a call
+//       are the same on all ranks, so a rank knows what value of a peer's counter to wait for.
+//   I6  A verdict is a pure function of all descriptions. If calls do not fit, every rank finds so at
+//       the same number, all of them raise, the number is used up and the group goes on.
+//   I7  A release store of a counter after the data, and an acquire load of it before, order the two.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpu/group.h"
+#include "cpu/layout.h"
+#include "cpu/node.h"
+#include "cpu/segment.h"
+#include "cpu/wait.h"
+
+namespace fccl::cpu {
+
+struct Group::State {
+  GroupConfig config;
+
+  // ---- set by connect() ----
+  bool tried = false;
+  bool connected = false;
+  std::string why_not;
+  std::shared_ptr<Node> node;
+  std::vector<int> members;  // rank in the group -> member of the node
+  Geometry geometry;
+  Segment own;
+  std::vector<Segment> mapped;                // by rank; empty for oneself
+  std::vector<const std::byte*> segments;     // by rank, own included
+  std::vector<const Control*> controls;       // by rank, own included
+  std::optional<Waiter> waiter;
+  std::uint32_t generation = 0;               // fork_generation() at connect()
+
+  // ---- owned by the thread that makes the collectives ----
+  std::uint64_t staged = 0;  // what own progress.staged holds
+  std::uint64_t done = 0;
+  std::uint64_t settled = 0;  // all ranks are known to have arrived here
+  std::atomic<std::uint64_t> sequence{0};
+
+  // ---- any thread ----
+  mutable std::mutex failure_mutex;
+  std::optional<Error> failure;
+  std::atomic<bool> failed{false};
+  std::atomic<bool> left{false};
+
+  int rank() const { return config.rank; }
+  int world_size() const { return config.world_size; }
+  Control& control() const { return *reinterpret_cast<Control*>(own.data()); }
+  std::string where() const;  // "group 'x', rank 0 of 2"
+
+  // Stores a counter of ours and wakes peers that sleep.
+  void publish(std::atomic<std::uint64_t>& word, std::uint64_t value) const;
+  // Fails the group unless it has failed already; returns the error that holds.
+  Error fail(const Error& error) noexcept;
+  void throw_if_failed() const;
+  void wake_everyone() const noexcept;
+};
+
+// One collective in progress.
+class Call final : public WaitCheck {
+ public:
+  // Takes a number. Throws if the group has failed, or was made before a fork.
+  Call(Group::State& state, const Description& description, const Deadline& deadline);
+
+  // Publishes description and arrival.
+  void arrive();
+  // Waits for every arrival and compares. Throws kMismatch (I6).
+  void meet();
+
+  std::uint64_t number() const { return number_; }
+  // Waits until `peer` has staged, or is done with, `chunks` chunks of this call.
+  void await_staged(int peer, std::uint64_t chunks);
+  void await_done(int peer, std::uint64_t chunks);
+  void publish_staged(std::uint64_t chunks);
+  void publish_done(std::uint64_t chunks);
+  // Keeps I5.
+  void finish(std::uint64_t chunks);
+
+  // Own slots, to write; a peer's, to read.
+  std::byte* own_slot(std::size_t offset) const { return state_.own.data() + offset; }
+  const std::byte* slot(int rank, std::size_t offset) const {
+    if (state_.config.testing.pause) [[unlikely]] state_.config.testing.pause();
+    return state_.segments[static_cast<std::size_t>(rank)] + offset;
+  }
+  const Geometry& geometry() const { return state_.geometry; }
+  // The one-shot slot of this call (I4).
+  std::size_t one_shot_offset() const {
+    return state_.geometry.one_shot_offset(state_.config.testing.single_one_shot ? 0 : number_ % 2);
+  }
+  int rank() const { return state_.rank(); }
+  int world_size() const { return state_.world_size(); }
+
+  void check(const std::atomic<std::uint64_t>& word, std::uint64_t target) override;
+
+ private:
+  void await(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target);
+  void settle();
+  void throw_if_peer_failed(int peer) const;
+  std::string what() const;
+  std::string who_is_missing() const;
+
+  Group::State& state_;
+  const Description description_;
+  const Deadline deadline_;
+  std::uint64_t number_ = 0;
+  std::uint64_t staged_base_ = 0;
+  std::uint64_t done_base_ = 0;
+  int awaited_ = -1;
+
+  friend class Group;
+};
+
+// Fails the group with an error that is sticky and returns it, or returns the error as it is.
+Error settle_error(Group::State& state, const Error& error);
+// For what an interrupt check threw.
+void fail_interrupted(Group::State& state, const Description& description) noexcept;
+
+// Runs `body(call)`; a sticky error fails the group, and so does anything an interrupt check throws.
+template <typename Body>
+void run_call(Group::State& state, const Description& description, const Deadline& deadline, Body&& body) {
+  try {
+    Call call(state, description, deadline);
+    body(call);
+  } catch (const Error& error) {
+    throw Error(settle_error(state, error));
+  } catch (...) {
+    fail_interrupted(state, description);
+    throw;
+  }
+}
+
+}  // namespace fccl::cpu

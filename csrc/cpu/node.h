@@ -1,0 +1,69 @@
+// The ranks that share memory with this process: connections to them, and whether they are alive.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "common/deadline.h"
+#include "cpu/hello.h"
+#include "cpu/mesh.h"
+#include "cpu/segment.h"
+
+namespace fccl::cpu {
+
+// Made when the first group connects, usually the default group, and shared by every later group all
+// of whose ranks it holds; dies with the last of them. Thread-safe.
+class Node {
+ public:
+  // `members[i]` is the process behind `connections[i]`; `self` is our own index.
+  Node(std::uint64_t id, int self, std::vector<ProcessId> members, std::vector<Connection> connections);
+  ~Node();
+  Node(const Node&) = delete;
+  Node& operator=(const Node&) = delete;
+
+  // Makes the node findable for later groups of this process.
+  static void publish(const std::shared_ptr<Node>& node);
+  // The newest node of this process that is still in use, or null; none after a fork.
+  static std::shared_ptr<Node> newest();
+
+  std::uint64_t id() const noexcept { return id_; }
+  // The member's index, or -1.
+  int index_of(const ProcessId& process) const noexcept;
+
+  // Passes a copy of `descriptor` to a member, marked with the group it is for. Throws kSystem.
+  void send_descriptor(int member, std::uint64_t group, const Descriptor& descriptor);
+  // The descriptor that `member` sent for `group`; descriptors for other groups that arrive meanwhile
+  // are kept for them. Throws kTimeout, kPeerDied, kSystem; `check` may throw.
+  Descriptor receive_descriptor(int member, std::uint64_t group, const Deadline& deadline,
+                                const std::function<void()>& check);
+
+  // Whether the member's process has ended or closed its connection. Costs two system calls.
+  bool is_gone(int member) noexcept;
+
+ private:
+  struct Member {
+    ProcessId process{};
+    Descriptor socket;
+    Descriptor pidfd;  // empty where the kernel or a PID namespace denies it; the socket's end then tells
+    std::atomic<bool> gone{false};
+  };
+
+  bool read_one(int member);
+
+  const std::uint64_t id_;
+  const int self_;
+  const std::uint32_t generation_;
+  std::vector<std::unique_ptr<Member>> members_;
+  std::mutex mutex_;  // the sockets' reading side and the stash
+  std::map<std::pair<int, std::uint64_t>, Descriptor> stash_;
+};
+
+}  // namespace fccl::cpu

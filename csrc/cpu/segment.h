@@ -1,0 +1,64 @@
+// Anonymous shared memory that is passed by descriptor.
+//
+// A memfd has no name in /dev/shm: it works in a container whose /dev/shm holds 64 MB and leaves
+// nothing behind when its processes are killed. It is sealed against shrinking, because a mapping
+// of a file that shrinks raises SIGBUS in whoever reads it, and its blocks are allocated before it is
+// shared, because a store into a hole that cannot be filled raises SIGBUS too.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+namespace fccl::cpu {
+
+// A file descriptor that closes itself.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() { reset(); }
+
+  int get() const noexcept { return fd_; }
+  explicit operator bool() const noexcept { return fd_ >= 0; }
+  void reset() noexcept;
+
+ private:
+  int fd_ = -1;
+};
+
+class Segment {
+ public:
+  Segment() = default;
+  Segment(Segment&& other) noexcept;
+  Segment& operator=(Segment&& other) noexcept;
+  ~Segment();
+
+  // Makes a segment of `size` bytes, zeroed, mapped for reading and writing. Throws Error (kSystem)
+  // if memory is short: the cgroup's limit and available memory are looked at first, since the
+  // kernel answers a memfd that exceeds them by killing a process, not by an error.
+  static Segment create(std::size_t size);
+
+  // Maps a descriptor that came from another process, for reading only: a peer's memory is the
+  // peer's to write, and the MMU holds us to that. Throws if the file is not sealed against
+  // shrinking or does not have exactly `size` bytes.
+  static Segment open(const Descriptor& descriptor, std::size_t size);
+
+  std::byte* data() const noexcept { return data_; }
+  std::size_t size() const noexcept { return size_; }
+  // Valid for segments made here, until released.
+  const Descriptor& descriptor() const noexcept { return descriptor_; }
+  // Once every peer has mapped the segment its descriptor is of no more use.
+  void release_descriptor() noexcept { descriptor_.reset(); }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+  Descriptor descriptor_;
+};
+
+}  // namespace fccl::cpu

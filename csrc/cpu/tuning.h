@@ -1,0 +1,34 @@
+// Every measured number of the CPU engine, in one place. docs/performance.md says how they were found.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+#include "cpu/layout.h"
+
+namespace fccl::cpu {
+
+// Slots for a group of `world_size` ranks on one node. Results do not depend on any of these.
+constexpr Geometry geometry_for(int world_size) {
+  const auto ranks = static_cast<std::uint32_t>(world_size);
+  Geometry g;
+  // Up to here every rank reads every other rank's whole message: one rendezvous instead of two,
+  // for world_size times the reading.
+  g.one_shot_bytes = ranks <= 2 ? 64 << 10 : 32 << 10;
+  // A chunk and its results should stay in the second-level cache of the core that wrote them, and be
+  // long enough to hide a rendezvous. A piece is what one rank reduces of a chunk.
+  const std::uint32_t piece = ranks <= 4 ? 256U << 10 : (1U << 20) / ranks / kLine * kLine;
+  g.piece_bytes = piece < 4096 ? 4096 : piece;
+  g.chunk_bytes = g.piece_bytes * ranks;
+  g.depth = 3;  // what the pipelines need, see all_reduce.cpp
+  return g;
+}
+
+// Waiting (see wait.h).
+inline constexpr auto kSpinTime = std::chrono::microseconds(100);
+inline constexpr auto kYieldTime = std::chrono::microseconds(200);
+// Where ranks outnumber cores, yielding is what hands the core to the rank we wait for.
+inline constexpr auto kCrowdedYieldTime = std::chrono::microseconds(1000);
+inline constexpr auto kParkSlice = std::chrono::milliseconds(50);
+
+}  // namespace fccl::cpu

@@ -1,0 +1,107 @@
+#include "cpu/wait.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <bit>
+#include <climits>
+
+#include "cpu/environment.h"
+#include "cpu/tuning.h"
+
+namespace fccl::cpu {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+thread_local bool background_thread = false;
+
+// The low half of a counter, as the kernel sees it.
+const std::uint32_t* futex_word(const std::atomic<std::uint64_t>& word) noexcept {
+  static_assert(sizeof(std::atomic<std::uint64_t>) == 8);
+  const auto* halves = reinterpret_cast<const std::uint32_t*>(&word);
+  return std::endian::native == std::endian::little ? halves : halves + 1;
+}
+
+// Not FUTEX_PRIVATE_FLAG: the waiter and the waker are different processes.
+void futex_wait(const std::uint32_t* word, std::uint32_t expected, std::chrono::nanoseconds limit) noexcept {
+  timespec time{};
+  time.tv_sec = std::chrono::duration_cast<std::chrono::seconds>(limit).count();
+  time.tv_nsec = (limit % std::chrono::seconds(1)).count();
+  ::syscall(SYS_futex, word, FUTEX_WAIT, expected, &time, nullptr, 0);
+}
+
+void relax() noexcept {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
+}  // namespace
+
+void set_background_thread(bool background) noexcept { background_thread = background; }
+bool is_background_thread() noexcept { return background_thread; }
+
+WaitPolicy wait_policy(int ranks, int cores, bool background) noexcept {
+  // A rank that only communicates needs one core; one that communicates behind a computation, two.
+  if (!background) {
+    return ranks <= cores ? WaitPolicy{kSpinTime, kYieldTime} : WaitPolicy{{}, kCrowdedYieldTime};
+  }
+  return 2 * ranks <= cores ? WaitPolicy{kSpinTime, kYieldTime} : WaitPolicy{{}, {}};
+}
+
+Waiter::Waiter(ParkLine* own, int ranks)
+    : own_(own),
+      foreground_(wait_policy(ranks, usable_cores(), false)),
+      background_(wait_policy(ranks, usable_cores(), true)) {}
+
+void Waiter::slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, WaitCheck& check) {
+  const WaitPolicy& policy = background_thread ? background_ : foreground_;
+  const Clock::time_point start = Clock::now();
+
+  const Clock::time_point spin_end = start + policy.spin;
+  while (policy.spin.count() > 0) {
+    for (int i = 0; i < 64; ++i) {
+      if (word.load(std::memory_order_acquire) >= target) return;
+      relax();
+    }
+    if (Clock::now() >= spin_end) break;
+  }
+
+  const Clock::time_point yield_end = Clock::now() + policy.yield;
+  while (policy.yield.count() > 0) {
+    for (int i = 0; i < 4; ++i) {
+      ::sched_yield();
+      if (word.load(std::memory_order_acquire) >= target) return;
+    }
+    if (Clock::now() >= yield_end) break;
+  }
+
+  while (true) {
+    check.check(word, target);
+    if (park(word, target)) return;
+  }
+}
+
+bool Waiter::park(const std::atomic<std::uint64_t>& word, std::uint64_t target) {
+  own_->parked.store(1, std::memory_order_relaxed);     // W1
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the publisher's
+  const std::uint64_t seen = word.load(std::memory_order_acquire);
+  if (seen < target) {                                  // W2
+    futex_wait(futex_word(word), static_cast<std::uint32_t>(seen), kParkSlice);
+  }
+  own_->parked.store(0, std::memory_order_relaxed);
+  return word.load(std::memory_order_acquire) >= target;
+}
+
+void wake_all(const std::atomic<std::uint64_t>& word) noexcept {
+  ::syscall(SYS_futex, futex_word(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace fccl::cpu
