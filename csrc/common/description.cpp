@@ -59,7 +59,8 @@ void make_printable(char* text, std::size_t size) {
 void Description::set_note(const std::string& text) noexcept {
   std::size_t length = std::min(text.size(), sizeof(note) - 1);
   // Cut between characters, not inside one.
-  while (length != 0 && length != text.size() && (static_cast<unsigned char>(text[length]) & 0xc0) == 0x80) --length;
+  while (length != 0 && length != text.size() && (static_cast<unsigned char>(text[length]) & 0xc0) == 0x80)
+    --length;
   std::memset(note, 0, sizeof(note));
   std::memcpy(note, text.data(), length);
 }
@@ -150,11 +151,13 @@ std::string check_compatible(std::span<const Description> calls) {
     if (it == groups.end()) it = groups.insert(groups.end(), {text, {}});
     it->second.push_back(static_cast<int>(rank));
   }
-  std::string message = rejected ? "a rank's call was rejected there"
-                                 : std::string("ranks made calls that do not fit: ") + difference + " differs";
+  std::string message = rejected
+                            ? "a rank's call was rejected there"
+                            : std::string("ranks made calls that do not fit: ") + difference + " differs";
   for (const auto& [text, ranks] : groups) message += "; " + list_of(ranks) + " called " + text;
-  message += rejected ? ". No data was exchanged; correct the rejected call."
-                      : ". No data was exchanged and the group stays usable; make the same call on every rank.";
+  message += rejected
+                 ? ". No data was exchanged; correct the rejected call."
+                 : ". No data was exchanged and the group stays usable; make the same call on every rank.";
   return message;
 }
 

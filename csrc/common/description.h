@@ -48,7 +48,7 @@ struct Description {
   std::uint64_t output_count = 0;  // elements received; with kUneven a fingerprint of the sizes; or 0
   std::uint32_t tensors = 1;       // tensors in a coalesced call
   std::uint32_t reserved = 0;
-  char note[80] = {};              // kRejected: why, NUL-terminated
+  char note[80] = {};  // kRejected: why, NUL-terminated
 
   // all_gather and gate: ranks may contribute different counts.
   static constexpr std::uint8_t kUneven = 1;

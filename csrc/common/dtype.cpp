@@ -10,25 +10,20 @@ std::size_t size_of(DType dtype) noexcept {
     case DType::kBool:
     case DType::kFloat8E4M3:
     case DType::kFloat8E5M2:
-    case DType::kOther1:
-      return 1;
+    case DType::kOther1: return 1;
     case DType::kFloat16:
     case DType::kBFloat16:
     case DType::kInt16:
-    case DType::kOther2:
-      return 2;
+    case DType::kOther2: return 2;
     case DType::kFloat32:
     case DType::kInt32:
-    case DType::kOther4:
-      return 4;
+    case DType::kOther4: return 4;
     case DType::kFloat64:
     case DType::kInt64:
     case DType::kComplex64:
-    case DType::kOther8:
-      return 8;
+    case DType::kOther8: return 8;
     case DType::kComplex128:
-    case DType::kOther16:
-      return 16;
+    case DType::kOther16: return 16;
   }
   return 1;
 }
@@ -80,18 +75,14 @@ bool can_reduce(DType dtype, ReduceOp op) noexcept {
     case DType::kFloat32:
     case DType::kFloat64:
     case DType::kFloat16:
-    case DType::kBFloat16:
-      return !bitwise;
+    case DType::kBFloat16: return !bitwise;
     case DType::kInt8:
     case DType::kInt16:
     case DType::kInt32:
     case DType::kInt64:
-    case DType::kUInt8:
-      return true;
-    case DType::kBool:
-      return op != ReduceOp::kAvg;
-    default:
-      return false;
+    case DType::kUInt8: return true;
+    case DType::kBool: return op != ReduceOp::kAvg;
+    default: return false;
   }
 }
 

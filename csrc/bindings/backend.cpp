@@ -1,0 +1,97 @@
+// fccl._C.FcclBackend, and Ctrl-C.
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "c10d/backend.h"
+#include "c10d/process.h"
+#include "cpu/group.h"
+
+namespace fccl::bindings {
+namespace {
+
+using c10d_backend::FcclBackend;
+
+bool finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Python runs signal handlers on its main thread, and only when that thread asks.
+void raise_pending_signals() {
+  if (static_cast<pid_t>(::syscall(SYS_gettid)) != ::getpid()) return;
+  if (!Py_IsInitialized() || finalizing()) return;
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+void warn_user(const std::string& message) {
+  if (!Py_IsInitialized() || finalizing()) return;
+  py::gil_scoped_acquire gil;
+  // Where warnings are errors: only one rank warns, and its peers would wait for it for ever.
+  if (PyErr_WarnEx(PyExc_UserWarning, message.c_str(), 1) != 0) PyErr_WriteUnraisable(nullptr);
+}
+
+c10::intrusive_ptr<FcclBackend> make_backend(c10::intrusive_ptr<::c10d::Store> store, int rank, int size,
+                                             std::chrono::milliseconds timeout, std::string group_name,
+                                             std::vector<std::uint64_t> global_ranks,
+                                             c10d_backend::InnerFactory cpu_factory,
+                                             c10d_backend::InnerFactory cuda_factory) {
+  FcclBackend::Config config;
+  config.store = std::move(store);
+  config.rank = rank;
+  config.size = size;
+  config.timeout = timeout;
+  config.group_name = std::move(group_name);
+  config.global_ranks = std::move(global_ranks);
+  config.cpu_factory = std::move(cpu_factory);
+  config.cuda_factory = std::move(cuda_factory);
+  // Peers may come late, and the factory takes the lock itself.
+  py::gil_scoped_release unlocked;
+  return FcclBackend::create(std::move(config));
+}
+
+}  // namespace
+
+void bind_backend(py::module_& m) {
+  // Base classes and Store are registered by torch.
+  py::module_::import("torch.distributed");
+
+  cpu::set_interrupt_check(raise_pending_signals);
+  c10d_backend::set_interrupt_check(raise_pending_signals);
+  c10d_backend::set_warning_sink(warn_user);
+
+  py::class_<FcclBackend, ::c10d::Backend, c10::intrusive_ptr<FcclBackend>>(
+      m, "FcclBackend", "The c10d backend of one process group.")
+      .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+           py::arg("group_name"), py::arg("global_ranks"), py::arg("cpu_factory"),
+           py::arg("cuda_factory") = nullptr)
+      .def_property_readonly(
+          "engine", &FcclBackend::engine,
+          "What carries CPU collectives: 'shared-memory', 'inner', or 'unconnected' before the "
+          "group's first collective.")
+      .def_property_readonly("why_inner", &FcclBackend::why_inner,
+                             "Why the shared-memory engine does not carry this group; empty while it does.")
+      .def("collective_counts", &FcclBackend::collective_counts,
+           "Finished collectives on CPU tensors, by name.");
+
+  m.def("shutdown_all", &FcclBackend::shutdown_all, py::call_guard<py::gil_scoped_release>(),
+        "Shuts down every fccl backend of this process; called at exit.");
+}
+
+}  // namespace fccl::bindings

@@ -1,0 +1,48 @@
+// The Python module fccl._C.
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+
+#include "bindings/bindings.h"
+#include "cpu/group.h"
+#include "cpu/kernels/reduce.h"
+
+namespace {
+
+std::string compiler() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#else
+  return "gcc " __VERSION__;
+#endif
+}
+
+// The instruction sets that this build holds and this machine runs, best last.
+std::string isas() {
+  std::string text;
+  for (const auto isa : {fccl::cpu::Isa::kPortable, fccl::cpu::Isa::kAvx2, fccl::cpu::Isa::kAvx512}) {
+    if (!fccl::cpu::isa_available(isa)) continue;
+    if (!text.empty()) text += " ";
+    text += fccl::cpu::name_of(isa);
+  }
+  return text;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "fccl's compiled part. Use the fccl package instead of importing this.";
+  m.def("build_info", [] {
+    py::dict info;
+    info["version"] = FCCL_VERSION;
+    info["torch_version"] = FCCL_TORCH_VERSION;
+    info["cuda"] = static_cast<bool>(FCCL_CUDA_BUILT);
+    info["compiler"] = compiler();
+    info["isas"] = isas();
+    return info;
+  });
+  m.def("selected_isa", [] { return std::string(fccl::cpu::name_of(fccl::cpu::selected_isa())); });
+  m.def("why_no_shared_memory", &fccl::cpu::why_no_shared_memory, py::call_guard<py::gil_scoped_release>());
+  fccl::bindings::bind_backend(m);
+  fccl::bindings::bind_hooks(m);
+}

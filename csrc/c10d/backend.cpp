@@ -1,0 +1,204 @@
+#include "c10d/backend.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "c10d/errors.h"
+#include "c10d/process.h"
+
+namespace fccl::c10d_backend {
+namespace {
+
+// How long shutdown() lets pending collectives finish. Peers that are about to make theirs get the
+// result; for one that never will, nobody waits longer.
+constexpr auto kDrain = std::chrono::seconds(3);
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<c10::weak_intrusive_ptr<FcclBackend>> backends;
+};
+
+Registry& registry() {
+  static auto* instance = new Registry();
+  return *instance;
+}
+
+// A group of the same name may have used the same store before: torchrun keeps its store when all
+// ranks destroy their groups and initialise again. Keys of the earlier incarnation are still there,
+// so each has a prefix of its own. Invariant: all ranks of a group construct its backend equally
+// often, so their counters, kept per rank, agree without any exchange.
+c10::intrusive_ptr<::c10d::Store> incarnation_store(const FcclBackend::Config& config) {
+  if (config.size == 1) return config.store;
+  const std::int64_t number = config.store->add("fccl/incarnation/" + std::to_string(config.rank), 1);
+  return c10::make_intrusive<::c10d::PrefixStore>("fccl/" + std::to_string(number), config.store);
+}
+
+c10::intrusive_ptr<::c10d::Store> inner_store(const c10::intrusive_ptr<::c10d::Store>& store,
+                                              const char* device) {
+  return c10::make_intrusive<::c10d::PrefixStore>(std::string("inner/") + device, store);
+}
+
+}  // namespace
+
+std::uint64_t FcclBackend::fork_generation_now() noexcept { return fork_generation(); }
+
+c10::intrusive_ptr<FcclBackend> FcclBackend::create(Config config) {
+  auto backend = c10::make_intrusive<FcclBackend>(std::move(config));
+  std::lock_guard lock(registry().mutex);
+  auto& all = registry().backends;
+  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& weak) { return weak.expired(); }),
+            all.end());
+  all.emplace_back(backend);
+  return backend;
+}
+
+void FcclBackend::shutdown_all() noexcept {
+  std::vector<c10::intrusive_ptr<FcclBackend>> alive;
+  {
+    std::lock_guard lock(registry().mutex);
+    for (const auto& weak : registry().backends) {
+      if (auto backend = weak.lock()) alive.push_back(std::move(backend));
+    }
+    registry().backends.clear();
+  }
+  for (const auto& backend : alive) {
+    try {
+      backend->shutdown();
+    } catch (...) {
+      // The process is ending; there is nobody left to tell.
+    }
+  }
+}
+
+FcclBackend::FcclBackend(Config config)
+    : ::c10d::Backend(config.rank, config.size),
+      timeout_ms_(config.timeout.count()),
+      group_name_(config.group_name),
+      global_ranks_(config.global_ranks),
+      store_(incarnation_store(config)),
+      cuda_factory_(config.cuda_factory),
+      executor_(std::make_shared<Executor>()) {
+  TORCH_CHECK_VALUE(config.size >= 1 && config.rank >= 0 && config.rank < config.size, "fccl: rank ",
+                    config.rank, " in a group of ", config.size,
+                    ", expected a rank from 0 to the size less one");
+  // Not left for the first use: a group's first operation may be a send between two of its ranks,
+  // and Gloo connects all ranks at its construction.
+  BackendPtr inner = config.size > 1 ? config.cpu_factory(inner_store(store_, "cpu")) : BackendPtr();
+  carrier_ =
+      std::make_shared<Carrier>(config.rank, config.size, group_name_,
+                                c10::make_intrusive<::c10d::PrefixStore>("engine", store_), std::move(inner));
+}
+
+FcclBackend::~FcclBackend() {
+  if (fork_generation() != born_in_) {
+    // A forked child has neither the threads nor the connections: leave everything as it lies.
+    carrier_->forget();
+    (void)cuda_inner_.release();
+    (void)store_.release();
+    new std::shared_ptr<Carrier>(carrier_);
+    new std::shared_ptr<Executor>(executor_);
+    return;
+  }
+  GilRelease unlocked;
+  try {
+    shutdown();
+  } catch (...) {
+  }
+  carrier_.reset();
+  executor_.reset();
+  cuda_inner_.reset();
+}
+
+std::string FcclBackend::engine() const {
+  switch (carrier_->mode()) {
+    case Carrier::Mode::kUnconnected: return "unconnected";
+    case Carrier::Mode::kEngine: return "shared-memory";
+    case Carrier::Mode::kInner:
+    case Carrier::Mode::kLocal: break;
+  }
+  return "inner";
+}
+
+FcclBackend::Call FcclBackend::call(::c10d::OpType type, Collective collective, const char* title, bool async,
+                                    std::chrono::milliseconds timeout) const {
+  // A timeout not given per call arrives as -1 (or 0): the group's holds.
+  if (timeout <= std::chrono::milliseconds::zero()) timeout = std::chrono::milliseconds(timeout_ms_);
+  return {type, collective, title, async, timeout};
+}
+
+::c10d::Backend& FcclBackend::cuda(const Call& c, const at::Tensor& tensor) {
+  std::lock_guard lock(cuda_mutex_);
+  if (!cuda_inner_) {
+    if (!cuda_factory_) {
+      refuse(c, Fault::kValue,
+             "the tensor is " + (tensor.defined() ? describe(tensor) : std::string("on cuda")) +
+                 ", expected a CPU tensor: this torch has no NCCL or sees no GPU");
+    }
+    cuda_inner_ = cuda_factory_(inner_store(store_, "cuda"));
+    if (getBoundDeviceId()) cuda_inner_->setBoundDeviceId(getBoundDeviceId());
+    bool coalescing = false;
+    {
+      std::lock_guard inner_lock(coalescing_mutex_);
+      coalescing = coalescing_ && coalescing_thread_ == std::this_thread::get_id();
+    }
+    if (coalescing) cuda_inner_->startCoalescing();
+  }
+  return *cuda_inner_;
+}
+
+c10::intrusive_ptr<FcclBackend::Options> FcclBackend::getBackendOptions() {
+  auto options = c10::make_intrusive<Options>("fccl", std::chrono::milliseconds(timeout_ms_));
+  options->group_name = group_name_;
+  options->global_ranks_in_group = global_ranks_;
+  return options;
+}
+
+void FcclBackend::setTimeout(std::chrono::milliseconds timeout) {
+  timeout_ms_ = timeout.count();
+  if (carrier_->inner()) carrier_->inner()->setTimeout(timeout);
+  std::lock_guard lock(cuda_mutex_);
+  if (cuda_inner_) cuda_inner_->setTimeout(timeout);
+}
+
+::c10d::ErrorType FcclBackend::getError() {
+  const auto failure = carrier_->group() != nullptr ? carrier_->group()->failure() : std::nullopt;
+  if (!failure) return ::c10d::ErrorType::SUCCESS;
+  switch (failure->kind()) {
+    case ErrorKind::kTimeout: return ::c10d::ErrorType::TIMEOUT;
+    case ErrorKind::kPeerDied:
+    case ErrorKind::kPeerLeft:
+    case ErrorKind::kPeerFailed: return ::c10d::ErrorType::REMOTE_ERROR;
+    default: return ::c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void FcclBackend::abort() {
+  if (carrier_->group() != nullptr) {
+    carrier_->group()->abort("abort() was called on rank " + std::to_string(rank_) + " of group " +
+                             group_name_);
+  }
+  std::lock_guard lock(cuda_mutex_);
+  if (cuda_inner_) cuda_inner_->abort();
+}
+
+void FcclBackend::shutdown() {
+  if (fork_generation() != born_in_ || shut_down_.exchange(true)) return;
+  GilRelease unlocked;
+  const auto grace = std::min<std::chrono::milliseconds>(kDrain, std::chrono::milliseconds(timeout_ms_));
+  const bool idle = executor_->stop(grace, [this] {
+    if (carrier_->group() != nullptr) {
+      carrier_->group()->abort("rank " + std::to_string(rank_) + " destroyed group " + group_name_ +
+                               " while collectives were pending");
+    }
+  });
+  if (idle && carrier_->group() != nullptr) carrier_->group()->leave();
+  if (carrier_->inner()) carrier_->inner()->shutdown();
+  std::lock_guard lock(cuda_mutex_);
+  if (cuda_inner_) cuda_inner_->shutdown();
+}
+
+}  // namespace fccl::c10d_backend

@@ -1,0 +1,193 @@
+// The c10d backend "fccl": one object per process group, for all its devices.
+//
+// CPU tensors: collectives run on the shared-memory engine (or, where ranks share no memory, on the
+// inner Gloo), in the order the executor gives them. What neither has is composed from what they
+// have, or delegated to the inner Gloo behind the mismatch gate. CUDA tensors go to an inner NCCL.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "c10d/carrier.h"
+#include "c10d/executor.h"
+#include "c10d/tensors.h"
+
+namespace fccl::c10d_backend {
+
+// Makes an inner backend over the store it is given.
+using InnerFactory = std::function<BackendPtr(const c10::intrusive_ptr<::c10d::Store>&)>;
+
+class FcclBackend final : public ::c10d::Backend {
+ public:
+  struct Config {
+    c10::intrusive_ptr<::c10d::Store> store;
+    int rank = 0;
+    int size = 1;
+    std::chrono::milliseconds timeout{};
+    std::string group_name;
+    std::vector<std::uint64_t> global_ranks;
+    InnerFactory cpu_factory;   // Gloo; called once, at construction, if there are several ranks
+    InnerFactory cuda_factory;  // NCCL; empty where torch has none; called at the first CUDA tensor
+  };
+
+  using Work = ::c10d::Work;
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<Tensors>;
+  using WorkPtr = c10::intrusive_ptr<Work>;
+
+  static c10::intrusive_ptr<FcclBackend> create(Config config);
+  // Shuts down every backend of this process: at exit, while threads can still be joined.
+  static void shutdown_all() noexcept;
+
+  explicit FcclBackend(Config config);
+  ~FcclBackend() override;
+
+  // ---- what fccl adds ----
+  std::string engine() const;  // "shared-memory", "inner" or "unconnected"
+  std::string why_inner() const { return carrier_->why_inner(); }
+  std::map<std::string, std::int64_t> collective_counts() const { return carrier_->counts(); }
+
+  // ---- collectives (collectives.cpp) ----
+  WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
+
+  // ---- composed from all_reduce (reductions.cpp) ----
+  WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const ::c10d::ReduceScatterOptions& opts) override;
+
+  // ---- delegated to the inner backend (delegated.cpp) ----
+  WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
+                        std::vector<std::int64_t>& input_splits,
+                        const ::c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
+  void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  // ---- point-to-point (point_to_point.cpp): beside the executor, without a number ----
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  bool supportsCoalescing() const override;
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  // ---- life ----
+  const std::string getBackendName() const override { return "fccl"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}  // starts at 0 on every rank, nothing to agree on
+  std::uint64_t getSequenceNumberForGroup() override { return executor_->submitted(); }
+  ::c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+ private:
+  // One call, as far as all calls are alike.
+  struct Call {
+    ::c10d::OpType type;
+    Collective collective;
+    const char* title;
+    bool async;
+    std::chrono::milliseconds timeout;
+  };
+  enum class Fault { kValue, kType, kUnsupported };
+
+  Call call(::c10d::OpType type, Collective collective, const char* title, bool async,
+            std::chrono::milliseconds timeout) const;
+
+  // Executes body(carrier, deadline) in executor order; here and now if the call is synchronous.
+  template <class Body>
+  WorkPtr submit(const Call& call, const Tensors& inputs, Tensors outputs, Body body);
+  WorkPtr track(WorkPtr work);
+
+  // ---- refusals (checks.cpp): tell the peers, in order, and throw ----
+  [[noreturn]] void refuse(const Call& call, Fault fault, const std::string& why);
+  const at::Tensor& only(const Call& call, const Tensors& tensors, const char* what);
+  void check_dense(const Call& call, const at::Tensor& tensor, const char* what);
+  void check_written(const Call& call, const at::Tensor& tensor, const char* what);
+  void check_same_type(const Call& call, const at::Tensor& tensor, const at::Tensor& expected,
+                       const char* what);
+  void check_numel(const Call& call, const at::Tensor& tensor, std::int64_t expected, const char* what);
+  void check_length(const Call& call, std::size_t length, std::size_t expected, const char* what);
+  void check_root(const Call& call, std::int64_t root);
+  Reduction check_reduction(const Call& call, const at::Tensor& tensor, const ::c10d::ReduceOp& op);
+
+  WorkPtr all_reduce_all(const Call& call, Tensors& tensors, const ::c10d::ReduceOp& op);
+  WorkPtr sparse_all_reduce(const Call& call, Tensors& tensors, const ::c10d::ReduceOp& op);
+  WorkPtr gather_all(const Call& call, const TensorLists& outputs, const Tensors& inputs, Tensors results,
+                     bool uneven);
+  WorkPtr reduce_scatter_all(const Call& call, Tensors& outputs, Tensors& inputs, const ::c10d::ReduceOp& op);
+  WorkPtr exchange(const Call& call, Tensors outputs, Tensors inputs);
+
+  // The inner NCCL, made at the first CUDA tensor.
+  ::c10d::Backend& cuda(const Call& call, const at::Tensor& tensor);
+  ::c10d::Backend& point_to_point(const char* name, const at::Tensor& tensor, int peer);
+
+  const std::uint64_t born_in_ = fork_generation_now();
+  static std::uint64_t fork_generation_now() noexcept;
+
+  std::atomic<std::chrono::milliseconds::rep> timeout_ms_;
+  const std::string group_name_;
+  const std::vector<std::uint64_t> global_ranks_;
+  c10::intrusive_ptr<::c10d::Store> store_;  // this incarnation's own
+  InnerFactory cuda_factory_;
+  std::mutex cuda_mutex_;
+  BackendPtr cuda_inner_;
+  std::shared_ptr<Carrier> carrier_;
+  std::shared_ptr<Executor> executor_;
+
+  // Works submitted between startCoalescing() and endCoalescing() by the thread that began.
+  std::atomic<bool> coalescing_{false};
+  std::mutex coalescing_mutex_;
+  std::thread::id coalescing_thread_;
+  std::vector<WorkPtr> coalesced_;
+
+  std::atomic<bool> shut_down_{false};
+};
+
+template <class Body>
+FcclBackend::WorkPtr FcclBackend::submit(const Call& call, const Tensors& inputs, Tensors outputs,
+                                         Body body) {
+  auto work = c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, inputs, std::move(outputs),
+                                                  executor_);
+  auto run = [carrier = carrier_, collective = call.collective, timeout = call.timeout,
+              body = std::move(body)]() mutable {
+    body(*carrier, Deadline::after(timeout));
+    carrier->count(collective);
+  };
+  if (call.async) {
+    executor_->run_later(work, std::move(run));
+  } else {
+    executor_->run_now(work, std::move(run));
+  }
+  return track(std::move(work));
+}
+
+}  // namespace fccl::c10d_backend

@@ -1,0 +1,83 @@
+// What carries a group's collectives: the shared-memory engine, the inner backend where ranks do not
+// share memory, or, for one rank, nothing. The callers above see plain memory and one set of
+// numerics.
+//
+// Every member but mode() and counts() is called in executor order, by one thread at a time.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "c10d/store_adapter.h"
+#include "cpu/group.h"
+
+namespace fccl::c10d_backend {
+
+using BackendPtr = c10::intrusive_ptr<::c10d::Backend>;
+
+// Waits for an inner backend's work in slices, so that Ctrl-C and `deadline` work.
+void wait_for(::c10d::Work& work, const Deadline& deadline);
+
+class Carrier {
+ public:
+  enum class Mode { kUnconnected, kLocal, kEngine, kInner };
+
+  // `inner` is null for one rank only. `store` is this incarnation's own.
+  Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
+          BackendPtr inner);
+
+  Mode mode() const noexcept { return mode_.load(std::memory_order_acquire); }
+  // Settles, at the group's first collective and by all ranks together, what carries this group.
+  Mode connect(const Deadline& deadline);
+  cpu::Group* group() noexcept { return group_.get(); }
+  // Why the engine does not carry this group; empty while it does or nobody knows.
+  std::string why_inner() const;
+  const BackendPtr& inner() const noexcept { return inner_; }
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+
+  void all_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op,
+                  const Deadline& deadline);
+  void all_gather(const void* input, std::span<void* const> outputs, std::span<const std::size_t> counts,
+                  DType dtype, bool uneven, const Deadline& deadline);
+  void broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline);
+  void barrier(const Deadline& deadline);
+
+  // Compares descriptions where the engine carries the group; else nothing is known to compare.
+  void gate(const Description& call, const Deadline& deadline);
+  // Tells the peers that this rank refuses its call.
+  void reject(const std::string& why, const Deadline& deadline);
+
+  void count(Collective collective) noexcept { ++counts_[static_cast<std::size_t>(collective)]; }
+  std::map<std::string, std::int64_t> counts() const;
+
+  // In the child of a fork: the parent's connections and threads are not ours to close.
+  void forget() noexcept;
+
+ private:
+  void inner_all_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op,
+                        const Deadline& deadline);
+
+  const int rank_;
+  const int size_;
+  const std::string group_name_;
+  std::shared_ptr<StoreAdapter> store_;
+  std::unique_ptr<cpu::Group> group_;
+  BackendPtr inner_;
+  std::atomic<Mode> mode_{Mode::kUnconnected};
+  mutable std::mutex why_mutex_;
+  std::string why_inner_;
+  std::array<std::atomic<std::int64_t>, kCollectiveCount> counts_{};
+};
+
+}  // namespace fccl::c10d_backend

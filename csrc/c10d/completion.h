@@ -1,0 +1,16 @@
+// Completes Futures, on threads that execute nothing else.
+//
+// A Future runs its callbacks on the thread that completes it, and callbacks may issue further
+// collectives and block on their Futures: torch's powerSGD_hook does. On the thread that executes
+// collectives such a callback would wait for itself for ever. So Futures are completed here, and
+// since callbacks may block one another in the same way, a task never waits for a thread: if none
+// is idle, another is started. Idle threads end after a few seconds.
+#pragma once
+
+#include <functional>
+
+namespace fccl::c10d_backend {
+
+void complete_elsewhere(std::function<void()> task);
+
+}  // namespace fccl::c10d_backend

@@ -1,0 +1,190 @@
+#include "c10d/executor.h"
+
+#include <c10/util/Exception.h>
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "c10d/process.h"
+#include "cpu/wait.h"
+
+namespace fccl::c10d_backend {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kSlice = std::chrono::milliseconds(100);
+constexpr auto kJoinLimit = std::chrono::seconds(5);
+
+std::string describe(const CollectiveWork& work) {
+  return std::string(work.title()) + " number " + std::to_string(work.getSequencenumber()) + " on rank " +
+         std::to_string(work.rank());
+}
+
+}  // namespace
+
+Executor::~Executor() {
+  // stop() has joined the worker, or left it to itself because it is stuck in the kernel.
+  if (worker_.joinable()) worker_.detach();
+}
+
+void Executor::number(const WorkPtr& work) {
+  if (closed_) {
+    C10_THROW_ERROR(DistBackendError, std::string(work->title()) + " on rank " +
+                                          std::to_string(work->rank()) +
+                                          ": the process group has been destroyed; initialise a new one");
+  }
+  work->set_number(++submitted_);
+}
+
+bool Executor::begin_now(const WorkPtr& work) {
+  std::lock_guard lock(mutex_);
+  if (driving_ || !queue_.empty()) return false;
+  number(work);
+  driving_ = true;
+  return true;
+}
+
+void Executor::finish_now(const WorkPtr& work, std::function<void()> body) {
+  work->set_body(std::move(body));
+  {
+    std::lock_guard lock(mutex_);
+    number(work);
+    queue_.push_back(work);
+  }
+  try {
+    wait(*work, std::chrono::milliseconds::zero());
+  } catch (...) {
+    // Ctrl-C while others' work was in the way: this call still has its number, so it must be made.
+    std::lock_guard lock(mutex_);
+    start_worker();
+    throw;
+  }
+}
+
+void Executor::end_now() {
+  std::lock_guard lock(mutex_);
+  driving_ = false;
+  if (waiters_ != 0) done_.notify_all();
+  if (!queue_.empty()) queued_.notify_one();
+}
+
+void Executor::run_later(const WorkPtr& work, std::function<void()> body) {
+  work->set_body(std::move(body));
+  std::lock_guard lock(mutex_);
+  number(work);
+  queue_.push_back(work);
+  start_worker();
+  if (!driving_) queued_.notify_one();
+}
+
+void Executor::start_worker() {
+  if (worker_runs_) return;
+  SignalsBlocked blocked;
+  worker_ = std::thread([self = shared_from_this()] { self->work_loop(); });
+  worker_runs_ = true;
+}
+
+void Executor::run_front(std::unique_lock<std::mutex>& lock) {
+  WorkPtr work = std::move(queue_.front());
+  queue_.pop_front();
+  driving_ = true;
+  lock.unlock();
+  work->run();
+  work.reset();  // may free tensors, which may want the interpreter's lock
+  lock.lock();
+  driving_ = false;
+  if (waiters_ != 0) done_.notify_all();
+  if (!queue_.empty()) queued_.notify_one();
+}
+
+void Executor::work_loop() {
+  pthread_setname_np(pthread_self(), "fccl-worker");
+  cpu::set_background_thread(true);  // the caller computes meanwhile: no spinning where cores are scarce
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    queued_.wait(lock, [this] { return stopping_ || (!queue_.empty() && !driving_); });
+    if (stopping_) break;
+    run_front(lock);
+  }
+  worker_runs_ = false;
+  done_.notify_all();
+}
+
+void Executor::wait(CollectiveWork& work, std::chrono::milliseconds timeout) {
+  const bool limited = timeout > std::chrono::milliseconds::zero();
+  const Clock::time_point end = limited ? Clock::now() + timeout : Clock::time_point::max();
+  std::unique_lock lock(mutex_);
+  while (!work.is_done()) {
+    // With a limit of its own this thread must stay free to leave, so the worker drives.
+    if (!driving_ && !queue_.empty()) {
+      if (!limited) {
+        run_front(lock);
+        continue;
+      }
+      start_worker();
+      queued_.notify_one();
+    }
+    const Clock::time_point slice = std::min(end, Clock::now() + kSlice);
+    ++waiters_;
+    const bool timed_out = done_.wait_until(lock, slice) == std::cv_status::timeout;
+    --waiters_;
+    if (!timed_out || work.is_done()) continue;
+    if (Clock::now() >= end) {
+      C10_THROW_ERROR(DistBackendError, describe(work) + ": wait(timeout) timed out after " +
+                                            std::to_string(timeout.count()) +
+                                            " ms. The collective goes on; wait() for it again.");
+    }
+    lock.unlock();
+    check_interrupt();
+    lock.lock();
+  }
+}
+
+std::uint64_t Executor::submitted() const {
+  std::lock_guard lock(mutex_);
+  return submitted_;
+}
+
+bool Executor::stop(std::chrono::milliseconds grace, const std::function<void()>& give_up) {
+  std::unique_lock lock(mutex_);
+  closed_ = true;
+  const auto idle = [this] { return queue_.empty() && !driving_; };
+  ++waiters_;
+  if (!idle() && !done_.wait_for(lock, grace, idle)) {
+    lock.unlock();
+    give_up();
+    lock.lock();
+    while (!queue_.empty()) {
+      WorkPtr work = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      work->complete(std::make_exception_ptr(
+          c10::DistBackendError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)},
+                                describe(*work) + ": the process group was destroyed before it began")));
+      work.reset();
+      lock.lock();
+    }
+    done_.notify_all();
+    done_.wait_for(lock, kJoinLimit, idle);
+  }
+  stopping_ = true;
+  queued_.notify_all();
+  done_.wait_for(lock, kJoinLimit, [this] { return !worker_runs_; });
+  --waiters_;
+  const bool ended = !worker_runs_;
+  const bool still = idle();
+  std::thread worker = std::move(worker_);
+  lock.unlock();
+  if (!worker.joinable()) return still;
+  if (ended && worker.get_id() != std::this_thread::get_id()) {
+    worker.join();
+  } else {
+    worker.detach();
+  }
+  return still;
+}
+
+}  // namespace fccl::c10d_backend

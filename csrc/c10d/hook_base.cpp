@@ -1,0 +1,45 @@
+#include "c10d/hook_base.h"
+
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+namespace fccl::hooks {
+namespace {
+
+// A Future that has already failed. It carries the bucket's device, as DDP expects of a CUDA Future.
+FuturePtr failed_future(const at::Tensor& buffer, std::exception_ptr error) {
+  std::vector<c10::Device> devices;
+  if (buffer.defined() && !buffer.device().is_cpu()) devices.push_back(buffer.device());
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
+  future->setError(std::move(error));
+  return future;
+}
+
+}  // namespace
+
+FuturePtr GradientHook::run(const ExchangeContext& context, GradBucket& bucket) noexcept {
+  const at::Tensor& buffer = bucket.getBuffer();
+  try {
+    // backward(create_graph=True) leaves gradients that require gradients in the bucket.
+    const at::NoGradGuard no_grad;
+    TORCH_CHECK(at::isFloatingType(buffer.scalar_type()) || buffer.is_complex(), name(),
+                " averages floating-point gradients, and this bucket holds ", buffer.scalar_type());
+    return exchange(context, buffer);
+  } catch (...) {
+    return failed_future(buffer, std::current_exception());
+  }
+}
+
+DdpHook::DdpHook(std::shared_ptr<GradientHook> hook, ProcessGroupPtr group, std::shared_ptr<JoinState> join)
+    : hook_(std::move(hook)), context_{std::move(group), join.get()}, join_(std::move(join)) {}
+
+FuturePtr DdpHook::runHook(GradBucket& bucket) { return hook_->run(context_, bucket); }
+
+at::Tensor DdpHook::parseHookResult(const c10::IValue& result) {
+  return ::c10d::detail::parseCppCommHookResult(result);
+}
+
+}  // namespace fccl::hooks

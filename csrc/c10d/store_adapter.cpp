@@ -1,0 +1,30 @@
+#include "c10d/store_adapter.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace fccl::c10d_backend {
+
+::c10d::Store& StoreAdapter::connection() {
+  if (!connection_) connection_ = store_->clone();
+  return *connection_;
+}
+
+void StoreAdapter::set(const std::string& key, const std::string& value) {
+  std::lock_guard lock(mutex_);
+  connection().set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
+}
+
+std::optional<std::string> StoreAdapter::try_get(const std::string& key) {
+  std::lock_guard lock(mutex_);
+  if (!connection().check({key})) return std::nullopt;
+  const std::vector<std::uint8_t> value = connection().get(key);
+  return std::string(value.begin(), value.end());
+}
+
+void StoreAdapter::release() noexcept {
+  std::lock_guard lock(mutex_);
+  connection_.reset();
+}
+
+}  // namespace fccl::c10d_backend

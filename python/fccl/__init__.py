@@ -1,0 +1,64 @@
+"""Fused Collective Communication Library.
+
+``import fccl`` registers the c10d backend ``"fccl"``; nothing else is needed before
+``torch.distributed.init_process_group("fccl")``. The compiled module is loaded at the first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from fccl import _registration
+from fccl._version import __version__
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from fccl import hooks as hooks
+    from fccl._C import FcclBackend
+
+__all__ = ["__version__", "backend_of", "hooks", "is_available"]
+
+_registration.register()
+
+# Loaded when first used: the registration path stays light, because torch runs it at `import torch`.
+_LAZY_MODULES = ("hooks", "lightning", "pytorch_lightning", "bench")
+
+
+def is_available() -> bool:
+    """Whether the compiled module is there, fits the installed torch, and torch has distributed.
+
+    Returns:
+        True if ``init_process_group("fccl")`` can work. ``fccl._extension.load()`` says why if not.
+    """
+    from fccl import _extension
+
+    try:
+        _extension.load()
+    except ImportError:
+        return False
+    return True
+
+
+def backend_of(group: ProcessGroup | None = None) -> FcclBackend:
+    """The fccl backend object behind a process group.
+
+    Args:
+        group: A process group made with fccl; the default group if None.
+
+    Returns:
+        The backend, with ``engine``, ``why_inner`` and ``collective_counts()``.
+
+    Raises:
+        ValueError: The group does not use fccl, there is no default group, or this rank is not in
+            the group.
+    """
+    return _registration.backend_of(group)
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"fccl.{name}")
+    raise AttributeError(f"module 'fccl' has no attribute {name!r}")

@@ -1,0 +1,56 @@
+"""Loading the compiled module, with messages for people."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+from types import ModuleType
+
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+_module: ModuleType | None = None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def load() -> ModuleType:
+    """Imports ``fccl._C`` once and checks that it fits the installed torch.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: It was not built, or was built for another torch; says how to rebuild.
+    """
+    global _module
+    if _module is not None:
+        return _module
+    import torch
+    import torch.distributed
+
+    if not torch.distributed.is_available():
+        raise ImportError("fccl needs a torch built with distributed support, and this one is not")
+    if importlib.util.find_spec("fccl._C") is None:
+        raise ImportError(
+            "fccl's compiled module is missing: it is not built. In fccl's source folder, with a C++20 "
+            f"compiler, run: {_REBUILD}"
+        )
+    try:
+        module = importlib.import_module("fccl._C")
+    except ImportError as error:
+        raise ImportError(
+            f"fccl's compiled module does not load with torch {torch.__version__}: {error}\n"
+            f"It was probably built for another torch. In fccl's source folder run: {_REBUILD}"
+        ) from error
+    built_for = str(module.build_info()["torch_version"])
+    if _minor(built_for) != _minor(torch.__version__):
+        raise ImportError(
+            f"fccl was built for torch {built_for} and torch {torch.__version__} is installed; c10d has no "
+            f"stable binary interface. In fccl's source folder run: {_REBUILD}"
+        )
+    # Threads are joined while the interpreter still works, and peers learn that this rank left.
+    atexit.register(module.shutdown_all)
+    _module = module
+    return module

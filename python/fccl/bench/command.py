@@ -1,0 +1,305 @@
+"""``fccl bench``: the command."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from types import FrameType
+from typing import IO, Any
+
+from fccl.bench.config import BenchConfig, Row, SizeOutcome
+from fccl.bench.plan import OPERATIONS, make_config, make_meta
+from fccl.bench.sizes import ITEM_SIZE, format_size, parse_dtype, parse_size
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Measures a collective on this machine, in processes of its own, and compares backends.
+
+All backends are measured in the same processes and take turns from iteration to iteration, in an
+order that is shuffled anew each time, so that whatever else the machine does hits all of them alike.
+Every rank has one thread.
+"""
+
+_EPILOG = """\
+what the columns mean (they follow nccl-tests, doc/PERFORMANCE.md)
+  size     bytes: all_reduce and broadcast: the tensor; all_gather: the output, that is, all ranks'
+           shares. K, M and G are powers of 1024. Rounded down to whole elements, for all_gather to
+           16 bytes on each rank.
+  count    elements of the tensor; for all_gather those that each rank gives
+  time     median over the iterations, in microseconds; an iteration takes as long as its slowest
+           rank
+  min      the fastest iteration
+  algbw    size / time, in GB/s (10^9 bytes)
+  busbw    algbw times 2(n-1)/n for all_reduce, (n-1)/n for all_gather, 1 for broadcast (n ranks):
+           what each rank's link would have to carry, which can be compared across numbers of ranks
+  #wrong   wrong elements on all ranks. Inputs are whole numbers whose sums are exact in the dtype, so
+           the tolerance is zero. Every buffer is checked whole before and after the timed iterations
+           (--check every: in each of them too). For barrier: ranks that left before another had
+           entered.
+  ratio    time / time of the first backend: "gloo 5 x" means that Gloo takes five times as long
+
+memcpy is the physical yardstick: the time in which every rank copies the message once with the C
+library's memcpy, over the same working set and all ranks at the same moment.
+
+the working set
+  Each call takes the next buffer of a rotation; a single buffer would measure the cache. Messages
+  above 1 MiB rotate over 4 times the last-level cache (all ranks together, at least 4 buffers, at
+  most half of the available memory), smaller ones over 8 buffers, which stay in the cache as a
+  gradient that was just computed does. --working-set sets it for all sizes. Pages are ordinary ones
+  (4 KiB) unless --huge-pages is given.
+
+examples
+  fccl bench all_reduce
+  fccl bench all_reduce --ranks 4 --begin 1K --end 16M --factor 16 --dtype bfloat16
+  fccl bench all_gather --form list --begin 64M --json all_gather.json
+  fccl bench barrier --ranks 2
+  fccl bench all_reduce --compare gloo --json - > result.json
+
+exit status
+  0 all results right; 1 a wrong result; 2 cannot run as asked; 3 a rank failed or died;
+  130 interrupted
+"""
+
+
+class _Interrupted(BaseException):
+    """SIGTERM arrived."""
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _dtype(text: str) -> str:
+    try:
+        return parse_dtype(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to the parser of ``fccl``."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure a collective and compare it with Gloo and with memcpy",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("op", metavar="OP", choices=OPERATIONS, help=", ".join(OPERATIONS))
+    what = parser.add_argument_group("what to measure")
+    what.add_argument("--ranks", type=int, default=2, metavar="N", help="number of processes (default 2)")
+    what.add_argument(
+        "--begin", type=_size, default=4, metavar="SIZE", help="smallest size, such as 4 or 1K (default 4)"
+    )
+    what.add_argument(
+        "--end", type=_size, default=64 << 20, metavar="SIZE", help="largest size (default 64M)"
+    )
+    what.add_argument("--factor", type=int, default=4, help="factor from one size to the next (default 4)")
+    what.add_argument(
+        "--dtype", type=_dtype, default="float32", help=", ".join(ITEM_SIZE) + " (default float32)"
+    )
+    what.add_argument(
+        "--op", dest="redop", default="sum", help="sum, avg, prod, min, max, band, bor, bxor (default sum)"
+    )
+    what.add_argument("--root", type=int, default=0, help="root of a broadcast (default 0)")
+    what.add_argument(
+        "--form", choices=("tensor", "list"), help="all_gather into one tensor (default) or into a list"
+    )
+    what.add_argument(
+        "--mode",
+        choices=("sync", "async"),
+        default="sync",
+        help="sync: the call blocks; async: async_op=True and then wait(), timed together (default sync)",
+    )
+    what.add_argument(
+        "--backend", default="fccl", metavar="NAME", help="the backend to measure (default fccl)"
+    )
+    what.add_argument(
+        "--compare",
+        default="gloo,memcpy",
+        metavar="NAMES",
+        help="what to compare it with: torch backends and memcpy, separated by commas; '' for nothing "
+        "(default gloo,memcpy)",
+    )
+    how = parser.add_argument_group("how to measure")
+    how.add_argument(
+        "--iters", type=int, metavar="N", help="timed iterations per size, instead of --min-time"
+    )
+    how.add_argument(
+        "--min-time",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds of measuring per size, all backends together; 10 to 5000 iterations (default 1)",
+    )
+    how.add_argument("--warmup", type=int, default=5, metavar="N", help="untimed rounds before (default 5)")
+    how.add_argument(
+        "--working-set", type=_size, metavar="SIZE", help="bytes to rotate over, all ranks together"
+    )
+    how.add_argument("--huge-pages", action="store_true", help="ask for 2 MiB pages (transparent huge pages)")
+    how.add_argument(
+        "--check",
+        choices=("ends", "every", "none"),
+        default="ends",
+        help="check every buffer before and after the timed iterations, in each of them too, or never "
+        "(default ends)",
+    )
+    how.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that one collective may take (default 60)",
+    )
+    how.add_argument(
+        "--corrupt",
+        metavar="BACKEND",
+        help="damage one element of each of BACKEND's results, to see for yourself that the check finds it",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the results as JSON; '-' writes them to standard output and everything else to "
+        "standard error",
+    )
+    out.add_argument("--verbose", action="store_true", help="show the Python traceback of a rank that fails")
+    parser.set_defaults(run=run)
+
+
+def _print_start(config: BenchConfig, meta: dict[str, Any], notes: list[str], out: IO[str]) -> None:
+    ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
+    print(f"# fccl {meta['fccl']}, torch {meta['torch']}: {config.op} ({config.row_mode}), {ranks}", file=out)
+    cache = format_size(meta["last_level_cache_bytes"]) if meta["last_level_cache_bytes"] else "unknown"
+    print(f"# {meta['cpu']}, {meta['cores']} cores, last-level cache {cache}", file=out)
+    if config.plans[-1].size:
+        plans = {plan.size: plan for plan in (config.plans[0], config.plans[-1])}.values()
+        parts = [
+            f"{plan.buffers} buffers per rank at {format_size(plan.size)} "
+            f"({format_size(plan.working_set)} in all)"
+            for plan in plans
+        ]
+        print(f"# rotating over {', '.join(parts)}; {meta['pages']} pages", file=out)
+    print("# one thread per rank for every backend; backends take turns within each iteration", file=out)
+    if config.ranks > meta["cores"]:
+        print(f"# more ranks than cores ({config.ranks} on {meta['cores']}): they share them", file=out)
+    if config.corrupt:
+        print(f"# one element of each result of {config.corrupt} is damaged on purpose (--corrupt)", file=out)
+    for note in notes:
+        print(f"# note: {note}", file=out)
+
+
+def _warn_inner(engines: dict[str, dict[str, str]], out: IO[str]) -> None:
+    engine = engines.get("fccl")
+    if engine is None or engine["engine"] == "shared-memory":
+        return
+    line = "!" * 98
+    why = engine["why"] or "it does not say why"
+    print(
+        f"{line}\n! fccl did NOT run on shared memory: its inner engine (Gloo) carried the calls, so these\n"
+        f"! numbers are Gloo's. Reason: {why}\n{line}",
+        file=out,
+        flush=True,
+    )
+
+
+def _note_first(outcome: SizeOutcome, meta: dict[str, Any], out: IO[str]) -> None:
+    """Reports what only the first calls show: who refuses, and what carries the calls."""
+    for name, why in outcome.dropped.items():
+        print(f"# note: {name} does not do this and is left out: {why}", file=out)
+    _warn_inner(outcome.engines, out)
+    meta["engines"] = {name: engine["engine"] for name, engine in outcome.engines.items()}
+    meta["why_inner"] = outcome.engines.get("fccl", {}).get("why", "")
+    meta["dropped"] = outcome.dropped
+
+
+def _on_sigterm(signum: int, frame: FrameType | None) -> None:
+    raise _Interrupted
+
+
+def run(args: argparse.Namespace, command_line: list[str]) -> int:
+    """Runs the command; returns the exit status."""
+    out = sys.stderr if args.json == "-" else sys.stdout
+    notes: list[str] = []
+    try:
+        config = make_config(args, notes)
+        if "fccl" in config.backends:
+            from fccl import _extension
+
+            _extension.load()
+    except (ValueError, ImportError) as error:
+        print(f"fccl bench: {error}", file=sys.stderr)
+        return 2
+    meta = make_meta(config, command_line)
+    _print_start(config, meta, notes, out)
+
+    try:
+        previous = signal.signal(signal.SIGTERM, _on_sigterm)
+    except ValueError:
+        previous = None  # not the main thread: somebody else decides about signals
+    try:
+        return _measure(config, meta, args, out)
+    except (KeyboardInterrupt, _Interrupted):
+        print("fccl bench: interrupted; all ranks have been ended", file=sys.stderr)
+        return 130
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _measure(config: BenchConfig, meta: dict[str, Any], args: argparse.Namespace, out: IO[str]) -> int:
+    from fccl.bench.cases import CASES
+    from fccl.bench.report import Table, make_rows, write_json
+    from fccl.bench.runner import RankFailure, run_sizes
+
+    case = CASES[config.op]
+    table = Table(config, case.reduces, out)
+    rows: list[Row] = []
+    status = 0
+    try:
+        # closing(): however this loop is left, the ranks have ended when it has been left.
+        with contextlib.closing(run_sizes(config)) as outcomes:
+            for plan, outcome in zip(config.plans, outcomes, strict=True):
+                if plan is config.plans[0]:
+                    _note_first(outcome, meta, out)
+                    table.head()
+                new_rows = make_rows(config, plan, outcome, case.busbw_factor(config.ranks))
+                table.size(plan, new_rows)
+                rows += new_rows
+                meta["sizes"].append(
+                    {
+                        "bytes": plan.size,
+                        "count": plan.count,
+                        "buffers_per_rank": plan.buffers,
+                        "working_set_bytes": plan.working_set,
+                        "iterations": len(outcome.times[config.backends[0]]),
+                        "checked_calls": outcome.checked,
+                    }
+                )
+    except RankFailure as failure:
+        print(f"fccl bench: {config.op} failed; all ranks have been ended\n{failure}", file=sys.stderr)
+        if args.verbose:
+            for rank, trace in failure.tracebacks.items():
+                print(f"--- rank {rank} ---\n{trace}", file=sys.stderr)
+        meta["error"] = str(failure)
+        status = 3
+    wrong = {row.backend: 0 for row in rows}
+    for row in rows:
+        wrong[row.backend] += row.wrong
+    if "fccl" in meta["engines"]:  # once more below the table, where it is seen
+        _warn_inner({"fccl": {"engine": meta["engines"]["fccl"], "why": meta["why_inner"]}}, out)
+    for name, count in wrong.items():
+        if count:
+            print(f"# WRONG: {count} wrong elements from {name}", file=out)
+            status = status or 1
+    if status == 0 and config.check != "none":
+        print("# all results right", file=out)
+    if args.json is not None:
+        write_json(args.json, meta, rows)
+    return status

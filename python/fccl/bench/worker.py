@@ -1,0 +1,305 @@
+"""One rank of a benchmark: ``python -m fccl.bench.worker``, started by `fccl.bench.runner`.
+
+It reads the configuration as JSON from standard input and writes one line of JSON per size to the
+descriptor it is given, and a last line if something fails. One set of processes holds a process group for
+each backend, and the backends take turns from iteration to iteration, so that whatever else the machine
+does hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import functools
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fccl.bench.board import Board, BoardStopped
+from fccl.bench.buffers import WorkingSet
+from fccl.bench.cases import CASES, Case
+from fccl.bench.config import MEMCPY, BenchConfig, SizePlan
+from fccl.bench.yardstick import bind_copy, check_copy
+
+_MIN_ITERATIONS, _MAX_ITERATIONS = 10, 5000
+_PR_SET_PDEATHSIG = 1
+
+
+class _Rank:
+    """The state of one rank over all sizes."""
+
+    def __init__(self, config: BenchConfig, rank: int, board: Board) -> None:
+        self.config, self.rank, self.board = config, rank, board
+        self.phase = "starting"
+        self.salt = 0
+        self.dropped: dict[str, str] = {}
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        self.case: Case = CASES[config.op](
+            rank=rank,
+            ranks=config.ranks,
+            dtype=config.dtype,
+            op=config.redop,
+            root=config.root,
+            form=config.form,
+            board=board,
+        )
+
+    def make_groups(self, init_method: str) -> None:
+        """The first torch backend carries the default group, the others one more group each."""
+        timeout = datetime.timedelta(seconds=self.config.timeout)
+        for name in self.config.backends:
+            if name == MEMCPY:
+                continue
+            self.phase = f"making the process group of {name}"
+            if not self.groups:
+                dist.init_process_group(
+                    name,
+                    init_method=init_method,
+                    rank=self.rank,
+                    world_size=self.config.ranks,
+                    timeout=timeout,
+                )
+                group = dist.group.WORLD
+            else:
+                group = dist.new_group(backend=name, timeout=timeout)
+            assert group is not None
+            self.groups[name] = group
+
+    # ---- one size ----
+
+    def _bind(self, name: str, working_set: WorkingSet) -> list[Callable[[], Any]]:
+        """One ready call per buffer of the rotation."""
+        buffers = working_set.buffers
+        calls: list[Callable[[], Any]]
+        if name == MEMCPY:
+            calls = [bind_copy(source, buffers[(i + 1) % len(buffers)]) for i, source in enumerate(buffers)]
+            messages = [buffers[(i + 1) % len(buffers)].message for i in range(len(buffers))]
+        else:
+            group, is_async = self.groups[name], self.config.mode == "async"
+            calls = [self.case.bind(buffer, group, is_async) for buffer in buffers]
+            messages = [buffer.message for buffer in buffers]
+            if is_async:
+                calls = [functools.partial(_call_and_wait, call) for call in calls]
+        if self.config.corrupt == name:
+            calls = [
+                functools.partial(_damage, call, message, self.rank == self.config.ranks - 1)
+                for call, message in zip(calls, messages, strict=True)
+            ]
+        return calls
+
+    def _checked_call(self, name: str, call: Callable[[], Any], index: int, working_set: WorkingSet) -> int:
+        """Fills buffer `index`, makes the call, and returns the number of wrong elements."""
+        self.salt += 1
+        buffer = working_set.buffers[index]
+        if name == MEMCPY:
+            target = working_set.buffers[(index + 1) % len(working_set.buffers)]
+            return check_copy(self.case.pattern, buffer, target, self.salt, call)
+        self.case.prepare(buffer, self.salt)
+        call()
+        return self.case.count_wrong(buffer, self.salt)
+
+    def _probe(self, name: str, call: Callable[[], Any], working_set: WorkingSet) -> None:
+        """Makes a backend's first call; one that is only compared with may refuse, on all ranks alike."""
+        refusal = ""
+        try:
+            self._checked_call(name, call, 0, working_set)
+        except BoardStopped:
+            raise
+        except Exception as error:
+            if name == self.config.backends[0]:
+                raise
+            refusal = " ".join(str(error).split("\n", 1)[0].split()) or type(error).__name__
+        if self.board.any_rank(bool(refusal)):
+            self.dropped[name] = refusal or "refused by another rank"
+
+    def _iterations(self, calls: dict[str, list[Callable[[], Any]]], first: int) -> int:
+        """Warms up, and chooses how many iterations to time; all ranks get rank 0's choice."""
+        turn = first
+        start = time.perf_counter()
+        for _ in range(self.config.warmup):
+            for name, ready in calls.items():
+                self.board.align()
+                ready[turn % len(ready)]()
+                turn += 2 if name == MEMCPY else 1
+        if self.config.iterations is not None:
+            return self.board.share(self.config.iterations)
+        each = (time.perf_counter() - start) / max(1, self.config.warmup)
+        wanted = int(self.config.min_time / each) if self.config.warmup else _MIN_ITERATIONS
+        return self.board.share(max(_MIN_ITERATIONS, min(wanted, _MAX_ITERATIONS)))
+
+    def measure(self, plan: SizePlan) -> dict[str, Any]:
+        """Measures all backends at one size; returns this rank's part of the result."""
+        config, board = self.config, self.board
+        layout = self.case.layout(plan.count, config.ranks, config.form)
+        working_set = WorkingSet(layout, self.case.dtype, plan.buffers, config.huge_pages)
+        where = f"{config.op} of {plan.size} bytes"
+
+        calls: dict[str, list[Callable[[], Any]]] = {}
+        for name in config.backends:
+            if name in self.dropped:
+                continue
+            calls[name] = self._bind(name, working_set)
+            self.phase = f"first {where} with {name}"
+            self._probe(name, calls[name][0], working_set)
+            if name in self.dropped:
+                del calls[name]
+        wrong = dict.fromkeys(calls, 0)
+        checked = dict.fromkeys(calls, 0)
+
+        def check_all() -> None:
+            for name, ready in calls.items():
+                self.phase = f"checking {where} with {name}"
+                for index, call in enumerate(ready):
+                    wrong[name] += self._checked_call(name, call, index, working_set)
+                    checked[name] += 1
+                board.align()
+
+        if config.check != "none":
+            check_all()
+        self.phase = f"warming up {where}"
+        iterations = self._iterations(calls, 0)
+
+        times: dict[str, list[int]] = {name: [] for name in calls}
+        order = list(calls)
+        shuffle = random.Random(config.seed + plan.size).shuffle  # the same on all ranks
+        align, clock, every = board.align, time.perf_counter_ns, config.check == "every"
+        turn = 0
+        gc.collect()
+        gc.disable()
+        for _ in range(iterations):
+            shuffle(order)
+            for name in order:
+                self.phase = name
+                index = turn % plan.buffers
+                call = calls[name][index]
+                # memcpy uses two buffers of the rotation; every call finds buffers that were used equally
+                # long ago.
+                turn += 2 if name == MEMCPY else 1
+                if every:
+                    timed = _Timed(call)
+                    wrong[name] += self._checked_call(
+                        name, functools.partial(timed, align), index, working_set
+                    )
+                    checked[name] += 1
+                    times[name].append(timed.nanoseconds)
+                    continue
+                align()
+                start = clock()
+                call()
+                stop = clock()
+                times[name].append(stop - start)
+        gc.enable()
+        if config.check != "none":
+            check_all()
+        return {
+            "times": times,
+            "wrong": wrong,
+            "checked": checked,
+            "dropped": self.dropped,
+            "engines": {name: _engine(name, group) for name, group in self.groups.items()},
+        }
+
+
+class _Timed:
+    """Times one call that is made inside a check."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.nanoseconds = 0
+
+    def __call__(self, align: Callable[[], None]) -> None:
+        align()
+        start = time.perf_counter_ns()
+        self._call()
+        self.nanoseconds = time.perf_counter_ns() - start
+
+
+def _call_and_wait(call: Callable[[], Any]) -> None:
+    call().wait()
+
+
+def _damage(call: Callable[[], Any], message: list[torch.Tensor], here: bool) -> None:
+    """The negative control: changes one element of one rank's result; leaves a barrier out."""
+    if not message:
+        return
+    call()
+    if here:
+        element = message[0][-1:]
+        element.copy_(element * float("nan") if element.dtype.is_floating_point else element.bitwise_not())
+
+
+def _engine(name: str, group: dist.ProcessGroup) -> dict[str, str]:
+    """What carried the calls of a group."""
+    if name != "fccl":
+        return {"engine": name, "why": ""}
+    import fccl
+
+    backend = fccl.backend_of(group)
+    return {"engine": str(backend.engine), "why": str(backend.why_inner)}
+
+
+def main() -> int:
+    """Entry point of a rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--board", type=int, required=True)
+    parser.add_argument("--results", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--init-method", required=True)
+    args = parser.parse_args()
+
+    # Ctrl-C is the parent's business; and no rank outlives its parent, however that ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != args.parent:
+        return 1
+
+    results = os.fdopen(args.results, "w")
+
+    def send(message: dict[str, Any]) -> None:
+        results.write(json.dumps(message) + "\n")
+        results.flush()
+
+    torch.set_num_threads(1)
+    config = BenchConfig.from_dict(json.load(sys.stdin))
+    # A little more than a collective may take, so that the collective's own message comes first.
+    board = Board(args.board, config.ranks, args.rank, config.timeout + 5)
+    rank: _Rank | None = None
+    try:
+        import fccl  # noqa: F401  (registers the backend)
+
+        rank = _Rank(config, args.rank, board)
+        rank.make_groups(args.init_method)
+        for index, plan in enumerate(config.plans):
+            board.wait_turn(index + 1)
+            send({"size": index, **rank.measure(plan)})
+        rank.phase = "leaving"
+        board.align()
+        dist.destroy_process_group()
+    except BaseException as error:
+        send(
+            {
+                "error": f"{type(error).__name__}: {error}",
+                "phase": rank.phase if rank is not None else "starting",
+                "stopped": isinstance(error, BoardStopped),
+                "traceback": traceback.format_exc(),
+            }
+        )
+        # A failed group may have threads that wait for peers: leave without tearing it down.
+        os._exit(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

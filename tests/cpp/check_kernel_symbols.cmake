@@ -1,0 +1,38 @@
+# cmake -DNM=<nm> -DOBJECTS=<object files> -P check_kernel_symbols.cmake
+#
+# Fails if an object file of csrc/cpu/kernels/kernels_*.cpp defines a weak or unique symbol, or
+# exports anything but its table. The linker keeps one of several equal weak functions for the whole
+# program; if that is the copy with AVX-512 instructions, other machines die of SIGILL.
+set(checked 0)
+foreach(object IN LISTS OBJECTS)
+  if(NOT object MATCHES "/kernels_[a-z0-9]+\\.cpp\\.")
+    continue()
+  endif()
+  execute_process(COMMAND ${NM} -C --defined-only ${object}
+    OUTPUT_VARIABLE symbols RESULT_VARIABLE result)
+  if(NOT result EQUAL 0)
+    message(FATAL_ERROR "${NM} could not read ${object}")
+  endif()
+  string(REGEX REPLACE ";" "," symbols "${symbols}")
+  string(REGEX REPLACE "\n" ";" symbols "${symbols}")
+  set(tables 0)
+  foreach(symbol IN LISTS symbols)
+    if(symbol MATCHES "^[0-9a-f]* ([VWuvwABCDGRST]) (.*)$")
+      set(kind ${CMAKE_MATCH_1})
+      set(name "${CMAKE_MATCH_2}")
+      if(kind MATCHES "[DR]" AND name MATCHES "^fccl::cpu::k[A-Za-z0-9]+Kernels$")
+        math(EXPR tables "${tables} + 1")
+      elseif(NOT name MATCHES "^__(asan|odr_asan|ubsan|tsan)")
+        message(SEND_ERROR "${object} exports: ${symbol}")
+      endif()
+    endif()
+  endforeach()
+  if(NOT tables EQUAL 1)
+    message(SEND_ERROR "${object}: ${tables} kernel tables, expected one")
+  endif()
+  math(EXPR checked "${checked} + 1")
+endforeach()
+if(checked EQUAL 0)
+  message(FATAL_ERROR "no kernel units among the objects given")
+endif()
+message(STATUS "${checked} kernel units checked")

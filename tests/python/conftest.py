@@ -1,0 +1,25 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fccl_testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[Callable[..., RankPool]]:
+    """A function ``rank_pool(world_size, backend="fccl")`` that gives the session's pool of that size."""
+    pools: dict[tuple[int, str], RankPool] = {}
+
+    def get(world_size: int, backend: str = "fccl") -> RankPool:
+        key = (world_size, backend)
+        if key not in pools:
+            pools[key] = RankPool(world_size, backend)
+        return pools[key]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
