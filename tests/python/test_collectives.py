@@ -225,6 +225,8 @@ def all_gather_cases(rank, world_size, dtype_name):
     ranks = range(world_size)
     sizes = (*SMALL, *sizes_at_borders(world_size, dtype.itemsize)[::4], MOST_ELEMENTS // world_size)
     for i, (count, layout) in enumerate(itertools.product(sizes, (*LAYOUTS, "expanded"))):
+        if count > 100_000 and layout not in ("contiguous", "strided"):
+            continue
         if layout == "expanded":
             flats = [values(r, dtype_name, 1, start=i % 11).expand(count) for r in ranks]
             shape = (count,)
@@ -273,18 +275,18 @@ def test_all_gather(rank_pool, world_size, dtype_name):
 
 def uneven_all_gather(rank, world_size):
     ranks = range(world_size)
-    for sizes in (
+    all_sizes = (
         list(ranks),
         [3 * (world_size - r) for r in ranks],
         [70_000 if r == 0 else 5 for r in ranks],
         [0 if r % 2 == 0 else 150_001 for r in ranks],
         [200_000 + 7919 * r for r in ranks],
-    ):
-        for dtype_name in ("float32", "int8", "int64"):
-            outputs = [torch.zeros(n, dtype=DTYPES[dtype_name]) for n in sizes]
-            dist.all_gather(outputs, values(rank, dtype_name, sizes[rank]))
-            for r in ranks:
-                expect(outputs[r], values(r, dtype_name, sizes[r]), "uneven", sizes, dtype_name, r)
+    )
+    for dtype_name, sizes in itertools.product(("float32", "int8", "int64"), all_sizes):
+        outputs = [torch.zeros(n, dtype=DTYPES[dtype_name]) for n in sizes]
+        dist.all_gather(outputs, values(rank, dtype_name, sizes[rank]))
+        for r in ranks:
+            expect(outputs[r], values(r, dtype_name, sizes[r]), "uneven", sizes, dtype_name, r)
     # Shapes may differ as well.
     outputs = [torch.zeros(r + 1, 2) for r in ranks]
     dist.all_gather(outputs, torch.full((rank + 1, 2), float(rank)))
