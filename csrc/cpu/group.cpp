@@ -92,7 +92,7 @@ void Call::settle() {
   number_ = state_.sequence.load(std::memory_order_relaxed);
   if (state_.settled == number_ || world_size() == 1) return;
   for (int peer = 0; peer < world_size(); ++peer) {
-    await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.arrived, number_);
+    await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.arrived, number_, Expect::kArrival);
   }
   state_.settled = number_;
 }
@@ -108,7 +108,7 @@ void Call::arrive() {
 void Call::meet() {
   const int ranks = world_size();
   for (int peer = 0; peer < ranks; ++peer) {
-    await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.arrived, number_);
+    await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.arrived, number_, Expect::kArrival);
   }
   state_.settled = number_;
   // A peer that arrived here and then gave up (a timeout, an abort) has not completed this call, so a
@@ -132,17 +132,19 @@ void Call::meet() {
   if (!verdict.empty()) throw Error(ErrorKind::kMismatch, what() + ": " + verdict);
 }
 
-void Call::await(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target) {
+void Call::await(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect) {
   if (peer == rank()) return;
   awaited_ = peer;
-  state_.waiter->until(word, target, *this);
+  state_.waiter->until(word, target, expect, *this);
 }
 
 void Call::await_staged(int peer, std::uint64_t chunks) {
-  await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.staged, staged_base_ + chunks);
+  await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.staged, staged_base_ + chunks,
+        Expect::kProgress);
 }
 void Call::await_done(int peer, std::uint64_t chunks) {
-  await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.done, done_base_ + chunks);
+  await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.done, done_base_ + chunks,
+        Expect::kProgress);
 }
 void Call::publish_staged(std::uint64_t chunks) {
   state_.staged = staged_base_ + chunks;

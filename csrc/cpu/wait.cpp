@@ -48,21 +48,27 @@ void relax() noexcept {
 void set_background_thread(bool background) noexcept { background_thread = background; }
 bool is_background_thread() noexcept { return background_thread; }
 
-WaitPolicy wait_policy(int ranks, int cores, bool background) noexcept {
+WaitPolicy wait_policy(int ranks, int cores, bool background, Expect expect) noexcept {
   // A rank that only communicates needs one core; one that communicates behind a computation, two.
-  if (!background) {
-    return ranks <= cores ? WaitPolicy{kSpinTime, kYieldTime} : WaitPolicy{{}, kCrowdedYieldTime};
-  }
-  return 2 * ranks <= cores ? WaitPolicy{kSpinTime, kYieldTime} : WaitPolicy{{}, {}};
+  const bool room = (background ? 2 : 1) * ranks <= cores;
+  if (room) return {kSpinTime, kYieldTime};
+  if (expect == Expect::kProgress) return {{}, kCrowdedYieldTime};
+  return {{}, background ? std::chrono::nanoseconds(kYieldTime) : kCrowdedYieldTime};
 }
 
-Waiter::Waiter(ParkLine* own, int ranks)
-    : own_(own),
-      foreground_(wait_policy(ranks, usable_cores(), false)),
-      background_(wait_policy(ranks, usable_cores(), true)) {}
+Waiter::Waiter(ParkLine* own, int ranks) : own_(own) {
+  const int cores = usable_cores();
+  for (const bool background : {false, true}) {
+    for (const Expect expect : {Expect::kArrival, Expect::kProgress}) {
+      policies_[background ? 1 : 0][static_cast<int>(expect)] = wait_policy(ranks, cores, background, expect);
+    }
+  }
+}
 
-void Waiter::slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, WaitCheck& check) {
-  const WaitPolicy& policy = background_thread ? background_ : foreground_;
+Waiter::Waiter(ParkLine* own, const WaitPolicy& policy) : own_(own), policies_{{policy, policy}, {policy, policy}} {}
+
+void Waiter::slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect, WaitCheck& check) {
+  const WaitPolicy& policy = policies_[background_thread ? 1 : 0][static_cast<int>(expect)];
   const Clock::time_point start = Clock::now();
 
   const Clock::time_point spin_end = start + policy.spin;

@@ -26,17 +26,22 @@
 namespace fccl::cpu {
 
 // Marks the calling thread as one that works while another thread of its process computes: it then
-// never spins where ranks and their background threads together outnumber the cores.
+// spins only where there are cores for both.
 void set_background_thread(bool background) noexcept;
 bool is_background_thread() noexcept;
 
-// How long to spin and to yield before parking.
+// What a rank waits for: a peer to begin a collective, which it may do any time, or a peer that is in the
+// same collective already to get on, which takes microseconds unless it has no core to run on.
+enum class Expect { kArrival, kProgress };
+
+// How long to spin and to yield before parking. Yielding hands the core to whoever can use it, so it
+// costs others little; parking costs a wake-up, tens of microseconds in a virtual machine.
 struct WaitPolicy {
   std::chrono::nanoseconds spin{0};
   std::chrono::nanoseconds yield{0};
 };
 // For `ranks` ranks on a machine of which this process may use `cores`.
-WaitPolicy wait_policy(int ranks, int cores, bool background) noexcept;
+WaitPolicy wait_policy(int ranks, int cores, bool background, Expect expect) noexcept;
 
 // What a waiter does between two looks at the counter: deadline, abort, liveness, interrupts.
 class WaitCheck {
@@ -53,20 +58,21 @@ class Waiter {
  public:
   // `own` is the waiting rank's line; `ranks` the number of ranks that share the machine.
   Waiter(ParkLine* own, int ranks);
+  // One policy for all waits (tests).
+  Waiter(ParkLine* own, const WaitPolicy& policy);
 
   // Returns when word >= target; everything its owner did before publishing is then visible here.
-  void until(const std::atomic<std::uint64_t>& word, std::uint64_t target, WaitCheck& check) {
+  void until(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect, WaitCheck& check) {
     if (word.load(std::memory_order_acquire) >= target) [[likely]] return;
-    slow(word, target, check);
+    slow(word, target, expect, check);
   }
 
  private:
-  void slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, WaitCheck& check);
+  void slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect, WaitCheck& check);
   bool park(const std::atomic<std::uint64_t>& word, std::uint64_t target);
 
   ParkLine* own_;
-  WaitPolicy foreground_;
-  WaitPolicy background_;
+  WaitPolicy policies_[2][2];  // by background, by expect
 };
 
 // Wakes whoever sleeps on the counter.

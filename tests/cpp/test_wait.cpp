@@ -49,9 +49,9 @@ double latency(bool wake) {
     if (wake && shared->waiter.parked.load() != 0) wake_all(shared->progress.arrived);
     ::_exit(0);
   }
-  Waiter waiter(&shared->waiter, 1 << 20);  // many ranks: no spinning
+  Waiter waiter(&shared->waiter, WaitPolicy{});  // parks at once
   NoCheck check;
-  waiter.until(shared->progress.arrived, 1, check);
+  waiter.until(shared->progress.arrived, 1, Expect::kArrival, check);
   const double milliseconds = static_cast<double>(now() - shared->published_at) / 1000;
   ::waitpid(child, nullptr, 0);
   ::munmap(shared, sizeof(Shared));
@@ -74,8 +74,8 @@ TEST(Waiter, ReachedTargetsDoNotCheck) {
   shared->progress.arrived = 5;
   Waiter waiter(&shared->waiter, 2);
   NoCheck check;
-  waiter.until(shared->progress.arrived, 5, check);
-  waiter.until(shared->progress.arrived, 4, check);
+  waiter.until(shared->progress.arrived, 5, Expect::kArrival, check);
+  waiter.until(shared->progress.arrived, 4, Expect::kArrival, check);
   EXPECT_EQ(check.calls, 0);
   ::munmap(shared, sizeof(Shared));
 }
@@ -86,7 +86,7 @@ TEST(Waiter, ACheckThatThrowsEndsTheWait) {
   } check;
   Shared* shared = make_shared_page();
   Waiter waiter(&shared->waiter, 2);
-  EXPECT_THROW(waiter.until(shared->progress.arrived, 1, check), std::runtime_error);
+  EXPECT_THROW(waiter.until(shared->progress.arrived, 1, Expect::kArrival, check), std::runtime_error);
   ::munmap(shared, sizeof(Shared));
 }
 
@@ -100,17 +100,15 @@ TEST(Waiter, NoWakeUpIsLostInAPingPong) {
   const auto play = [&](int me) {
     Shared& own = pair->sides[me];
     Shared& other = pair->sides[1 - me];
-    set_background_thread(true);  // no spinning, no yielding: park at once
-    Waiter waiter(&own.waiter, 1 << 20);
+    Waiter waiter(&own.waiter, WaitPolicy{});
     NoCheck check;
     for (std::uint64_t round = 1; round <= kRounds; ++round) {
-      if (me == 1) waiter.until(other.progress.arrived, round, check);
+      if (me == 1) waiter.until(other.progress.arrived, round, Expect::kArrival, check);
       own.progress.arrived.store(round, std::memory_order_release);
       std::atomic_thread_fence(std::memory_order_seq_cst);
       if (other.waiter.parked.load(std::memory_order_relaxed) != 0) wake_all(own.progress.arrived);
-      if (me == 0) waiter.until(other.progress.arrived, round, check);
+      if (me == 0) waiter.until(other.progress.arrived, round, Expect::kArrival, check);
     }
-    set_background_thread(false);
   };
   const auto start = Clock::now();
   const pid_t child = ::fork();
@@ -126,12 +124,15 @@ TEST(Waiter, NoWakeUpIsLostInAPingPong) {
 }
 
 TEST(WaitPolicy, SpinsOnlyWhereCoresSuffice) {
-  EXPECT_GT(wait_policy(2, 2, false).spin.count(), 0);
-  EXPECT_EQ(wait_policy(4, 2, false).spin.count(), 0);
-  EXPECT_GT(wait_policy(4, 2, false).yield.count(), 0);
-  EXPECT_EQ(wait_policy(2, 2, true).spin.count(), 0);
-  EXPECT_EQ(wait_policy(2, 2, true).yield.count(), 0);
-  EXPECT_GT(wait_policy(2, 4, true).spin.count(), 0);
+  for (const Expect expect : {Expect::kArrival, Expect::kProgress}) {
+    EXPECT_GT(wait_policy(2, 2, false, expect).spin.count(), 0);
+    EXPECT_EQ(wait_policy(4, 2, false, expect).spin.count(), 0);
+    EXPECT_GT(wait_policy(4, 2, false, expect).yield.count(), 0);
+    EXPECT_EQ(wait_policy(2, 2, true, expect).spin.count(), 0);
+    EXPECT_GT(wait_policy(2, 4, true, expect).spin.count(), 0);
+  }
+  // In the background a rank is patient with peers that have not begun.
+  EXPECT_LT(wait_policy(2, 2, true, Expect::kArrival).yield, wait_policy(2, 2, true, Expect::kProgress).yield);
 }
 
 }  // namespace
