@@ -18,7 +18,7 @@ __all__ = ["add_parser", "run"]
 _DESCRIPTION = """\
 Measures a collective on this machine, in processes of its own, and compares backends.
 
-All backends are measured in the same processes and take turns from iteration to iteration, in an
+All backends are measured in the same processes and take turns every few iterations, in an
 order that is shuffled anew each time, so that whatever else the machine does hits all of them alike.
 Every rank has one thread.
 """
@@ -186,7 +186,7 @@ def _print_start(config: BenchConfig, meta: dict[str, Any], notes: list[str], ou
             for plan in plans
         ]
         print(f"# rotating over {', '.join(parts)}; {meta['pages']} pages", file=out)
-    print("# one thread per rank for every backend; backends take turns within each iteration", file=out)
+    print("# one thread per rank for every backend; backends take turns every few iterations", file=out)
     if config.ranks > meta["cores"]:
         print(f"# more ranks than cores ({config.ranks} on {meta['cores']}): they share them", file=out)
     if config.corrupt:

@@ -2,7 +2,7 @@
 
 It reads the configuration as JSON from standard input and writes one line of JSON per size to the
 descriptor it is given, and a last line if something fails. One set of processes holds a process group for
-each backend, and the backends take turns from iteration to iteration, so that whatever else the machine
+each backend, and the backends take turns every few iterations, so that whatever else the machine
 does hits all of them alike.
 """
 
@@ -32,6 +32,11 @@ from fccl.bench.cases import CASES, Case
 from fccl.bench.config import MEMCPY, BenchConfig, SizePlan
 from fccl.bench.yardstick import bind_copy, check_copy
 
+# Backends take turns after this many timed calls of a short message, the first of which follows one that is
+# not timed: Gloo's threads go on for a while after its call has returned, and would slow down whoever is
+# measured next. A long message outlasts that, and takes turns call by call.
+_BURST = 8
+_SHORT_MESSAGE = 1 << 20
 _MIN_ITERATIONS, _MAX_ITERATIONS = 10, 5000
 _PR_SET_PDEATHSIG = 1
 
@@ -175,30 +180,39 @@ class _Rank:
         shuffle = random.Random(config.seed + plan.size).shuffle  # the same on all ranks
         align, clock, every = board.align, time.perf_counter_ns, config.check == "every"
         turn = 0
+        settle = plan.size <= _SHORT_MESSAGE
+        burst = _BURST if settle else 1
         gc.collect()
         gc.disable()
-        for _ in range(iterations):
+        for begun in range(0, iterations, burst):
             shuffle(order)
             for name in order:
                 self.phase = name
-                index = turn % plan.buffers
-                call = calls[name][index]
+                ready = calls[name]
                 # memcpy uses two buffers of the rotation; every call finds buffers that were used equally
                 # long ago.
-                turn += 2 if name == MEMCPY else 1
-                if every:
-                    timed = _Timed(call)
-                    wrong[name] += self._checked_call(
-                        name, functools.partial(timed, align), index, working_set
-                    )
-                    checked[name] += 1
-                    times[name].append(timed.nanoseconds)
-                    continue
-                align()
-                start = clock()
-                call()
-                stop = clock()
-                times[name].append(stop - start)
+                step = 2 if name == MEMCPY else 1
+                if settle:
+                    align()
+                    ready[turn % plan.buffers]()
+                    turn += step
+                for _ in range(min(burst, iterations - begun)):
+                    index = turn % plan.buffers
+                    turn += step
+                    call = ready[index]
+                    if every:
+                        timed = _Timed(call)
+                        wrong[name] += self._checked_call(
+                            name, functools.partial(timed, align), index, working_set
+                        )
+                        checked[name] += 1
+                        times[name].append(timed.nanoseconds)
+                        continue
+                    align()
+                    start = clock()
+                    call()
+                    stop = clock()
+                    times[name].append(stop - start)
         gc.enable()
         if config.check != "none":
             check_all()
