@@ -15,9 +15,11 @@ constexpr Geometry geometry_for(int world_size) {
   // Up to here every rank reads every other rank's whole message: one rendezvous instead of two,
   // for world_size times the reading.
   g.one_shot_bytes = ranks <= 2 ? 64 << 10 : 32 << 10;
-  // A chunk and its results should stay in the second-level cache of the core that wrote them, and be
-  // long enough to hide a rendezvous. A piece is what one rank reduces of a chunk.
-  const std::uint32_t piece = ranks <= 4 ? 256U << 10 : (1U << 20) / ranks / kLine * kLine;
+  // A piece is what one rank reduces of a chunk. Chunk and results should stay in the second-level cache
+  // of the core that wrote them, and be long enough to hide a rendezvous. With two ranks 256 KiB
+  // was best for 64 MiB (19 ms, 128 KiB 22) and alike below; with four ranks on two cores 128 KiB took 46 ms
+  // for 64 MiB where 256 KiB took 58 and 512 KiB 71.
+  const std::uint32_t piece = (512U << 10) / (ranks < 2 ? 2 : ranks) / kLine * kLine;
   g.piece_bytes = piece < 4096 ? 4096 : piece;
   g.chunk_bytes = g.piece_bytes * ranks;
   g.depth = 3;  // what the pipelines need, see all_reduce.cpp
