@@ -23,7 +23,10 @@ class Gather {
  public:
   Gather(Call& call, const void* input, std::span<void* const> outputs, std::span<const std::size_t> counts,
          std::size_t element)
-      : call_(call), input_(static_cast<const std::byte*>(input)), outputs_(outputs), counts_(counts),
+      : call_(call),
+        input_(static_cast<const std::byte*>(input)),
+        outputs_(outputs),
+        counts_(counts),
         element_(element) {}
 
   void run() {
@@ -37,7 +40,9 @@ class Gather {
 
  private:
   std::size_t bytes(int rank) const { return counts_[static_cast<std::size_t>(rank)] * element_; }
-  std::byte* output(int rank) const { return static_cast<std::byte*>(outputs_[static_cast<std::size_t>(rank)]); }
+  std::byte* output(int rank) const {
+    return static_cast<std::byte*>(outputs_[static_cast<std::size_t>(rank)]);
+  }
 
   void copy_own() {
     const std::size_t size = bytes(call_.rank());
@@ -118,8 +123,9 @@ std::uint64_t fingerprint(std::span<const std::size_t> counts) {
 void Group::all_gather(const void* input, std::span<void* const> outputs, std::span<const std::size_t> counts,
                        DType dtype, bool uneven, const Deadline& deadline) {
   if (outputs.size() != static_cast<std::size_t>(world_size()) || counts.size() != outputs.size()) {
-    const std::string why = "all_gather: " + std::to_string(outputs.size()) + " outputs were given, expected " +
-                            std::to_string(world_size()) + ", one for each rank";
+    const std::string why = "all_gather: " + std::to_string(outputs.size()) +
+                            " outputs were given, expected " + std::to_string(world_size()) +
+                            ", one for each rank";
     reject(why);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }

@@ -12,8 +12,8 @@
 //               and the peers' slots, into its output and its result slot k; done = k+1
 //   collect(k)  waits for each peer's done > k; copies the peer's piece into its output
 //
-// in the order   stage(0) | stage(1) reduce(0) | stage(2) reduce(1) collect(0) | stage(3) reduce(2) collect(1) | …
-// so that each wait is for something a peer did an iteration ago, and rarely waits at all.
+// in the order   stage(0) | stage(1) reduce(0) | stage(2) reduce(1) collect(0) | stage(3) reduce(2)
+// collect(1) | … so that each wait is for something a peer did an iteration ago, and rarely waits at all.
 //
 // Why `depth` = 3 slots are enough, with no further wait:
 //   - stage(k+1) overwrites what peers read in reduce(k-2). In the iteration before, collect(k-2)
@@ -72,7 +72,8 @@ void one_shot(Call& call, const void* input, void* output, std::size_t count, st
 
 class Staged {
  public:
-  Staged(Call& call, const void* input, void* output, std::size_t count, std::size_t element, ReduceFunction kernel)
+  Staged(Call& call, const void* input, void* output, std::size_t count, std::size_t element,
+         ReduceFunction kernel)
       : call_(call),
         input_(static_cast<const std::byte*>(input)),
         output_(static_cast<std::byte*>(output)),
@@ -134,8 +135,8 @@ class Staged {
     }
     sources_[call_.rank()] = input_ + at;
     if (p.size != 0) {
-      kernel_(output_ + at, call_.own_slot(call_.geometry().result_offset(k)), sources_.data(), call_.world_size(),
-              p.size / element_, call_.world_size());
+      kernel_(output_ + at, call_.own_slot(call_.geometry().result_offset(k)), sources_.data(),
+              call_.world_size(), p.size / element_, call_.world_size());
     }
     call_.publish_done(k + 1);
   }
@@ -146,7 +147,8 @@ class Staged {
       const int peer = (call_.rank() + i) % call_.world_size();
       const Piece p = piece(k, peer);
       call_.await_done(peer, k + 1);
-      std::memcpy(output_ + chunk_begin(k) + p.begin, call_.slot(peer, call_.geometry().result_offset(k)), p.size);
+      std::memcpy(output_ + chunk_begin(k) + p.begin, call_.slot(peer, call_.geometry().result_offset(k)),
+                  p.size);
     }
   }
 
@@ -165,7 +167,8 @@ void Group::all_reduce(const void* input, void* output, std::size_t count, DType
                        const Deadline& deadline) {
   const ReduceFunction reduce = find_reduce(dtype, op);
   if (reduce == nullptr) {
-    const std::string why = std::string("all_reduce: ") + name_of(op) + " is not defined for " + name_of(dtype);
+    const std::string why =
+        std::string("all_reduce: ") + name_of(op) + " is not defined for " + name_of(dtype);
     reject(why);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }

@@ -48,8 +48,8 @@ void staged(Call& call, std::byte* buffer, std::size_t bytes, int root) {
 
 void Group::broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline) {
   if (root < 0 || root >= world_size()) {
-    const std::string why = "broadcast: root is " + std::to_string(root) + ", expected a rank of the group, 0 to " +
-                            std::to_string(world_size() - 1);
+    const std::string why = "broadcast: root is " + std::to_string(root) +
+                            ", expected a rank of the group, 0 to " + std::to_string(world_size() - 1);
     reject(why);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }

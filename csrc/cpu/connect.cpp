@@ -43,10 +43,10 @@ class Connector {
     state_.geometry = hellos[0].geometry;
 
     why = joint("ready", attempt([&] {
-      join_node(hellos);
-      state_.own = Segment::create(state_.geometry.segment_bytes());
-      new (state_.own.data()) Control();
-    }));
+                  join_node(hellos);
+                  state_.own = Segment::create(state_.geometry.segment_bytes());
+                  new (state_.own.data()) Control();
+                }));
     if (!why.empty()) return why;
 
     return joint("mapped", attempt([&] { map_peers(hellos[0].group_id); }));
@@ -153,8 +153,9 @@ class Connector {
       Segment segment;
       if (peer != state_.rank()) {
         try {
-          segment = Segment::open(state_.node->receive_descriptor(member(peer), group, deadline_, [this] { poll(); }),
-                                  state_.geometry.segment_bytes());
+          segment = Segment::open(
+              state_.node->receive_descriptor(member(peer), group, deadline_, [this] { poll(); }),
+              state_.geometry.segment_bytes());
         } catch (const Error& error) {
           throw Error(error.kind(), "rank " + std::to_string(peer) + " " + error.what());
         }
@@ -185,7 +186,8 @@ class Connector {
   std::string joint(const std::string& step, const std::string& trouble) {
     const std::vector<std::string> troubles = exchange(step, trouble.empty() ? "ok" : trouble);
     for (std::size_t peer = 0; peer < troubles.size(); ++peer) {
-      if (troubles[peer] != "ok") return "rank " + std::to_string(peer) + ": " + troubles[peer].substr(0, 400);
+      if (troubles[peer] != "ok")
+        return "rank " + std::to_string(peer) + ": " + troubles[peer].substr(0, 400);
     }
     return {};
   }
@@ -212,7 +214,8 @@ bool Group::connect(const Deadline& deadline) {
   } catch (const Error& error) {
     throw Error(state.fail(error));
   } catch (...) {
-    state.fail(Error(ErrorKind::kInterrupted, "fccl " + state.where() + " was interrupted while it connected"));
+    state.fail(
+        Error(ErrorKind::kInterrupted, "fccl " + state.where() + " was interrupted while it connected"));
     throw;
   }
   state.tried = true;
@@ -238,7 +241,8 @@ std::string why_no_shared_memory() {
     segment.data()[0] = std::byte{1};
     if (mapped.data()[0] != std::byte{1}) return "two mappings of one memfd differ";
     const std::vector<std::string> names = {listener.name()};
-    const Node alone(random_u64(), 0, {this_process()}, connect_mesh(listener, names, 0, {}, Deadline(), [] {}));
+    const Node alone(random_u64(), 0, {this_process()},
+                     connect_mesh(listener, names, 0, {}, Deadline(), [] {}));
   } catch (const Error& error) {
     return error.what();
   }

@@ -94,7 +94,7 @@ std::size_t available_memory() {
 std::string boot_id() { return read_line("/proc/sys/kernel/random/boot_id"); }
 
 std::uint64_t network_namespace() {
-  struct stat info {};
+  struct stat info{};
   if (stat("/proc/self/ns/net", &info) != 0) return 0;
   return static_cast<std::uint64_t>(info.st_ino);
 }

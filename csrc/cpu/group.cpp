@@ -13,7 +13,8 @@ namespace fccl::cpu {
 // ---- state ----------------------------------------------------------------------------------
 
 std::string Group::State::where() const {
-  return "group '" + config.name + "', rank " + std::to_string(rank()) + " of " + std::to_string(world_size());
+  return "group '" + config.name + "', rank " + std::to_string(rank()) + " of " +
+         std::to_string(world_size());
 }
 
 void Group::State::publish(std::atomic<std::uint64_t>& word, std::uint64_t value) const {
@@ -74,8 +75,9 @@ Call::Call(Group::State& state, const Description& description, const Deadline& 
     : state_(state), description_(description), deadline_(deadline) {
   state_.throw_if_failed();
   if (state_.generation != fork_generation()) {
-    throw Error(ErrorKind::kSystem, what() + ": this process was forked after the group was made, and memory and "
-                                             "connections stay with the parent; make a new group in the child");
+    throw Error(ErrorKind::kSystem, what() +
+                                        ": this process was forked after the group was made, and memory and "
+                                        "connections stay with the parent; make a new group in the child");
   }
   if (state_.left.load()) {
     throw Error(ErrorKind::kAborted, what() + ": the group has been destroyed on this rank");
@@ -121,7 +123,8 @@ void Call::meet() {
   for (const Control* control : state_.controls) {
     equal = equal && std::memcmp(&control->descriptions[line].description, &description_, kCompared) == 0;
   }
-  if (equal) [[likely]] return;
+  if (equal) [[likely]]
+    return;
 
   std::vector<Description> calls(static_cast<std::size_t>(ranks));
   for (std::size_t peer = 0; peer < calls.size(); ++peer) {
@@ -167,12 +170,13 @@ void Call::throw_if_peer_failed(int peer) const {
   char text[sizeof(status.text)];
   std::memcpy(text, status.text, sizeof(text));
   text[sizeof(text) - 1] = '\0';
-  throw Error(ErrorKind::kPeerFailed, what() + ": the group has failed on rank " + std::to_string(peer) +
-                                          ", which says: " + text);
+  throw Error(ErrorKind::kPeerFailed,
+              what() + ": the group has failed on rank " + std::to_string(peer) + ", which says: " + text);
 }
 
 std::string Call::what() const {
-  return "fccl " + description_.to_string() + ", collective #" + std::to_string(number_) + " of " + state_.where();
+  return "fccl " + description_.to_string() + ", collective #" + std::to_string(number_) + " of " +
+         state_.where();
 }
 
 std::string Call::who_is_missing() const {
@@ -206,17 +210,19 @@ void Call::check(const std::atomic<std::uint64_t>& word, std::uint64_t target) {
                                           " ended without destroy_process_group() while it was waited for");
   }
   if (state_of(awaited_) == RankState::kLeft && !reached()) {
-    throw Error(ErrorKind::kPeerLeft, what() + ": " + awaited + " has destroyed the group (after its collective #" +
-                                          std::to_string(state_.controls[static_cast<std::size_t>(awaited_)]
-                                                             ->progress.arrived.load(std::memory_order_acquire)) +
-                                          ") and will not take part");
+    throw Error(ErrorKind::kPeerLeft,
+                what() + ": " + awaited + " has destroyed the group (after its collective #" +
+                    std::to_string(state_.controls[static_cast<std::size_t>(awaited_)]->progress.arrived.load(
+                        std::memory_order_acquire)) +
+                    ") and will not take part");
   }
   state_.throw_if_failed();
   for (int peer = 0; peer < world_size(); ++peer) {
     if (!reached()) throw_if_peer_failed(peer);
   }
   if (deadline_.expired() && !reached()) {
-    throw Error(ErrorKind::kTimeout, what() + ": timed out after " + std::to_string(deadline_.span().count()) +
+    throw Error(ErrorKind::kTimeout, what() + ": timed out after " +
+                                         std::to_string(deadline_.span().count()) +
                                          " ms: " + who_is_missing());
   }
 }
@@ -239,7 +245,9 @@ Group::~Group() { leave(); }
 int Group::rank() const noexcept { return state_->rank(); }
 int Group::world_size() const noexcept { return state_->world_size(); }
 const std::string& Group::why_not() const noexcept { return state_->why_not; }
-std::uint64_t Group::sequence_number() const noexcept { return state_->sequence.load(std::memory_order_relaxed); }
+std::uint64_t Group::sequence_number() const noexcept {
+  return state_->sequence.load(std::memory_order_relaxed);
+}
 
 void Group::barrier(const Deadline& deadline) {
   Description description;
@@ -285,7 +293,8 @@ void Group::leave() noexcept {
   {
     const std::lock_guard lock(state.failure_mutex);
     if (!state.failure) {
-      state.control().status.state.store(static_cast<std::uint32_t>(RankState::kLeft), std::memory_order_release);
+      state.control().status.state.store(static_cast<std::uint32_t>(RankState::kLeft),
+                                         std::memory_order_release);
     }
   }
   state.wake_everyone();

@@ -37,9 +37,9 @@ void set_interrupt_check(InterruptCheck check);
 // For tests only: makes the protocol wrong on purpose and gives races room, so that the tests of its
 // invariants can be shown to have power. Must be equal on all ranks, `pause` apart.
 struct GroupTesting {
-  std::uint32_t depth = 0;         // slots of the pipelines instead of what they need; 0: what they need
-  bool single_one_shot = false;    // one one-shot slot instead of two
-  std::function<void()> pause;     // called by a rank just before it reads a peer's slot
+  std::uint32_t depth = 0;       // slots of the pipelines instead of what they need; 0: what they need
+  bool single_one_shot = false;  // one one-shot slot instead of two
+  std::function<void()> pause;   // called by a rank just before it reads a peer's slot
 };
 
 struct GroupConfig {

@@ -46,11 +46,11 @@ struct Group::State {
   std::vector<int> members;  // rank in the group -> member of the node
   Geometry geometry;
   Segment own;
-  std::vector<Segment> mapped;                // by rank; empty for oneself
-  std::vector<const std::byte*> segments;     // by rank, own included
-  std::vector<const Control*> controls;       // by rank, own included
+  std::vector<Segment> mapped;             // by rank; empty for oneself
+  std::vector<const std::byte*> segments;  // by rank, own included
+  std::vector<const Control*> controls;    // by rank, own included
   std::optional<Waiter> waiter;
-  std::uint32_t generation = 0;               // fork_generation() at connect()
+  std::uint32_t generation = 0;  // fork_generation() at connect()
 
   // ---- owned by the thread that makes the collectives ----
   std::uint64_t staged = 0;  // what own progress.staged holds
@@ -100,7 +100,8 @@ class Call final : public WaitCheck {
   // Own slots, to write; a peer's, to read.
   std::byte* own_slot(std::size_t offset) const { return state_.own.data() + offset; }
   const std::byte* slot(int rank, std::size_t offset) const {
-    if (state_.config.testing.pause) [[unlikely]] state_.config.testing.pause();
+    if (state_.config.testing.pause) [[unlikely]]
+      state_.config.testing.pause();
     return state_.segments[static_cast<std::size_t>(rank)] + offset;
   }
   const Geometry& geometry() const { return state_.geometry; }

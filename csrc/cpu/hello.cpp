@@ -31,14 +31,15 @@ Hello Hello::parse(const std::string& bytes, int rank) {
   if (bytes.size() != sizeof(Hello)) {
     throw Error(ErrorKind::kSystem, who + " runs another build of fccl (its record in the store has " +
                                         std::to_string(bytes.size()) + " bytes, expected " +
-                                        std::to_string(sizeof(Hello)) + "). Install one version on all ranks.");
+                                        std::to_string(sizeof(Hello)) +
+                                        "). Install one version on all ranks.");
   }
   std::memcpy(&hello, bytes.data(), sizeof(Hello));
   if (hello.magic != kMagic || hello.layout_version != kLayoutVersion) {
-    throw Error(ErrorKind::kSystem,
-                who + " runs another version of fccl (shared-memory layout " +
-                    std::to_string(hello.layout_version) + ", here " + std::to_string(kLayoutVersion) +
-                    "). Install one version on all ranks.");
+    throw Error(ErrorKind::kSystem, who + " runs another version of fccl (shared-memory layout " +
+                                        std::to_string(hello.layout_version) + ", here " +
+                                        std::to_string(kLayoutVersion) +
+                                        "). Install one version on all ranks.");
   }
   hello.boot_id[sizeof(hello.boot_id) - 1] = '\0';
   hello.socket_name[sizeof(hello.socket_name) - 1] = '\0';
@@ -56,7 +57,8 @@ std::string why_not_shared(std::span<const Hello> hellos) {
     const std::string pair = "ranks 0 and " + std::to_string(rank);
     if (std::strcmp(a.boot_id, b.boot_id) != 0) return pair + " run on different machines";
     if (a.network_namespace != b.network_namespace) {
-      return pair + " run in different network namespaces (containers), where they cannot reach each other's socket";
+      return pair +
+             " run in different network namespaces (containers), where they cannot reach each other's socket";
     }
     for (std::size_t other = 0; other < rank; ++other) {
       if (hellos[other].process == b.process) {
@@ -65,9 +67,11 @@ std::string why_not_shared(std::span<const Hello> hellos) {
     }
   }
   const Geometry& g = hellos[0].geometry;
-  const auto sane = [](std::uint32_t bytes) { return bytes >= 1024 && bytes <= (64U << 20) && bytes % kLine == 0; };
-  if (!sane(g.one_shot_bytes) || !sane(g.chunk_bytes) || !sane(g.piece_bytes) || g.depth < 1 || g.depth > 16 ||
-      std::uint64_t{g.piece_bytes} * hellos.size() > g.chunk_bytes) {
+  const auto sane = [](std::uint32_t bytes) {
+    return bytes >= 1024 && bytes <= (64U << 20) && bytes % kLine == 0;
+  };
+  if (!sane(g.one_shot_bytes) || !sane(g.chunk_bytes) || !sane(g.piece_bytes) || g.depth < 1 ||
+      g.depth > 16 || std::uint64_t{g.piece_bytes} * hellos.size() > g.chunk_bytes) {
     return "rank 0 asks for slots of an impossible size";
   }
   return {};

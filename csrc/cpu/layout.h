@@ -38,9 +38,9 @@ enum class RankState : std::uint32_t { kActive = 0, kFailed = 1, kLeft = 2 };
 // `state` is stored last (release); the rest is valid once it is kFailed.
 struct alignas(kLine) StatusLine {
   std::atomic<std::uint32_t> state{0};
-  std::uint32_t kind = 0;           // ErrorKind
-  std::uint64_t failed_at = 0;      // the collective's number
-  char text[kLine * 4 - 16] = {};   // NUL-terminated
+  std::uint32_t kind = 0;          // ErrorKind
+  std::uint64_t failed_at = 0;     // the collective's number
+  char text[kLine * 4 - 16] = {};  // NUL-terminated
 };
 
 struct alignas(kLine) DescriptionLine {

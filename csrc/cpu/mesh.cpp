@@ -32,7 +32,8 @@ struct Answer {
   std::uint64_t proof;
 };
 
-std::uint64_t proof(const SipKey& token, char role, const Challenge& challenge, std::uint64_t acceptor_nonce) {
+std::uint64_t proof(const SipKey& token, char role, const Challenge& challenge,
+                    std::uint64_t acceptor_nonce) {
   const std::array<std::uint64_t, 4> words = {static_cast<std::uint64_t>(role),
                                               (std::uint64_t{challenge.from} << 32) | challenge.to,
                                               challenge.nonce, acceptor_nonce};
@@ -61,7 +62,8 @@ template <typename T>
 bool receive(int fd, T& message) {
   const ssize_t got = ::recv(fd, &message, sizeof(T), MSG_DONTWAIT | MSG_TRUNC);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
-  if (got != static_cast<ssize_t>(sizeof(T))) throw Error(ErrorKind::kSystem, "closed or spoke another language");
+  if (got != static_cast<ssize_t>(sizeof(T)))
+    throw Error(ErrorKind::kSystem, "closed or spoke another language");
   return true;
 }
 
@@ -76,7 +78,11 @@ void send(int fd, const T& message) {
 class Handshake {
  public:
   Handshake(const Listener& listener, const std::vector<std::string>& names, int rank, const SipKey& token)
-      : listener_(listener), names_(names), rank_(rank), token_(token), connections_(names.size()),
+      : listener_(listener),
+        names_(names),
+        rank_(rank),
+        token_(token),
+        connections_(names.size()),
         outgoing_(static_cast<std::size_t>(rank)) {}
 
   bool complete() const { return missing() == 0; }
@@ -94,7 +100,8 @@ class Handshake {
     for (std::size_t peer = 0; peer < outgoing_.size(); ++peer) advance_outgoing(peer);
     accept_all();
     for (std::size_t i = incoming_.size(); i-- > 0;) {
-      if (!advance_incoming(incoming_[i])) incoming_.erase(incoming_.begin() + static_cast<std::ptrdiff_t>(i));
+      if (!advance_incoming(incoming_[i]))
+        incoming_.erase(incoming_.begin() + static_cast<std::ptrdiff_t>(i));
     }
   }
 
@@ -180,8 +187,8 @@ class Handshake {
       if (!in.challenged) {
         if (!receive(in.socket.get(), in.challenge)) return Clock::now() - in.since < kStrangerPatience;
         const std::uint32_t from = in.challenge.from;
-        if (in.challenge.to != static_cast<std::uint32_t>(rank_) || from <= static_cast<std::uint32_t>(rank_) ||
-            from >= names_.size() || connections_[from].socket) {
+        if (in.challenge.to != static_cast<std::uint32_t>(rank_) ||
+            from <= static_cast<std::uint32_t>(rank_) || from >= names_.size() || connections_[from].socket) {
           return false;
         }
         in.challenged = true;
@@ -229,8 +236,8 @@ Listener::Listener() {
   if (::listen(socket_.get(), 1024) != 0) throw system_error("listening on an abstract Unix socket", errno);
 }
 
-std::vector<Connection> connect_mesh(const Listener& listener, const std::vector<std::string>& names, int rank,
-                                     const SipKey& token, const Deadline& deadline,
+std::vector<Connection> connect_mesh(const Listener& listener, const std::vector<std::string>& names,
+                                     int rank, const SipKey& token, const Deadline& deadline,
                                      const std::function<void()>& check) {
   Handshake handshake(listener, names, rank, token);
   while (true) {

@@ -43,8 +43,8 @@ struct Connection {
 //
 // Returns a connection per rank. Throws Error: kTimeout names the ranks that are missing; kSystem.
 // `check` is called regularly and may throw.
-std::vector<Connection> connect_mesh(const Listener& listener, const std::vector<std::string>& names, int rank,
-                                     const SipKey& token, const Deadline& deadline,
+std::vector<Connection> connect_mesh(const Listener& listener, const std::vector<std::string>& names,
+                                     int rank, const SipKey& token, const Deadline& deadline,
                                      const std::function<void()>& check);
 
 }  // namespace fccl::cpu

@@ -71,7 +71,8 @@ std::shared_ptr<Node> Node::newest() {
   const std::lock_guard lock(registry_mutex);
   if (registry_generation != fork_generation()) return nullptr;
   for (auto it = registry.rbegin(); it != registry.rend(); ++it) {
-    if (std::shared_ptr<Node> node = it->lock()) return node->generation_ == fork_generation() ? node : nullptr;
+    if (std::shared_ptr<Node> node = it->lock())
+      return node->generation_ == fork_generation() ? node : nullptr;
   }
   return nullptr;
 }
@@ -102,7 +103,8 @@ void Node::send_descriptor(int member, std::uint64_t group, const Descriptor& de
   const int socket = members_[static_cast<std::size_t>(member)]->socket.get();
   // 16 bytes: only thousands of groups set up at once and never read could fill the buffer.
   for (int tries = 0; ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) != sizeof(parcel); ++tries) {
-    if ((errno != EAGAIN && errno != EINTR) || tries == 1000) throw system_error("passing a descriptor", errno);
+    if ((errno != EAGAIN && errno != EINTR) || tries == 1000)
+      throw system_error("passing a descriptor", errno);
     ::usleep(1000);
   }
 }
@@ -136,10 +138,12 @@ bool Node::read_one(int member) {
   // MSG_CTRUNC: the kernel dropped descriptors, e.g. because our table is full.
   if (got != static_cast<ssize_t>(sizeof(parcel)) || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 ||
       parcel.magic != Parcel{}.magic || !received) {
-    throw Error(ErrorKind::kSystem, "sent something that is not a shared-memory descriptor, or this process "
-                                    "is out of file descriptors (ulimit -n)");
+    throw Error(ErrorKind::kSystem,
+                "sent something that is not a shared-memory descriptor, or this process "
+                "is out of file descriptors (ulimit -n)");
   }
-  if (stash_.size() >= kMaxStash) throw Error(ErrorKind::kSystem, "sent thousands of descriptors nobody asked for");
+  if (stash_.size() >= kMaxStash)
+    throw Error(ErrorKind::kSystem, "sent thousands of descriptors nobody asked for");
   stash_[{member, parcel.group}] = std::move(received);
   return true;
 }

@@ -73,7 +73,7 @@ Segment Segment::open(const Descriptor& descriptor, std::size_t size) {
   if ((seals & F_SEAL_SHRINK) == 0) {
     throw Error(ErrorKind::kSystem, "a peer's shared memory is not sealed against shrinking");
   }
-  struct stat info {};
+  struct stat info{};
   if (::fstat(descriptor.get(), &info) != 0) throw system_error("fstat of a peer's shared memory", errno);
   if (info.st_size != static_cast<off_t>(size)) {
     throw Error(ErrorKind::kSystem, "a peer's shared memory has " + std::to_string(info.st_size) +

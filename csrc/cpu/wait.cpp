@@ -65,9 +65,11 @@ Waiter::Waiter(ParkLine* own, int ranks) : own_(own) {
   }
 }
 
-Waiter::Waiter(ParkLine* own, const WaitPolicy& policy) : own_(own), policies_{{policy, policy}, {policy, policy}} {}
+Waiter::Waiter(ParkLine* own, const WaitPolicy& policy)
+    : own_(own), policies_{{policy, policy}, {policy, policy}} {}
 
-void Waiter::slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect, WaitCheck& check) {
+void Waiter::slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect,
+                  WaitCheck& check) {
   const WaitPolicy& policy = policies_[background_thread ? 1 : 0][static_cast<int>(expect)];
   const Clock::time_point start = Clock::now();
 
@@ -99,7 +101,7 @@ bool Waiter::park(const std::atomic<std::uint64_t>& word, std::uint64_t target) 
   own_->parked.store(1, std::memory_order_relaxed);     // W1
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the publisher's
   const std::uint64_t seen = word.load(std::memory_order_acquire);
-  if (seen < target) {                                  // W2
+  if (seen < target) {  // W2
     futex_wait(futex_word(word), static_cast<std::uint32_t>(seen), kParkSlice);
   }
   own_->parked.store(0, std::memory_order_relaxed);

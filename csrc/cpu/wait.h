@@ -63,7 +63,8 @@ class Waiter {
 
   // Returns when word >= target; everything its owner did before publishing is then visible here.
   void until(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect, WaitCheck& check) {
-    if (word.load(std::memory_order_acquire) >= target) [[likely]] return;
+    if (word.load(std::memory_order_acquire) >= target) [[likely]]
+      return;
     slow(word, target, expect, check);
   }
 

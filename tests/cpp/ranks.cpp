@@ -50,8 +50,8 @@ void require(bool condition, const std::string& message) {
   if (!condition) throw std::runtime_error(message);
 }
 
-std::vector<RankResult> run_ranks(int world_size, const RankFunction& function, int timeout_seconds, bool connect,
-                                  const cpu::GroupTesting& testing) {
+std::vector<RankResult> run_ranks(int world_size, const RankFunction& function, int timeout_seconds,
+                                  bool connect, const cpu::GroupTesting& testing) {
   const TemporaryDirectory directory;
   std::vector<pid_t> pids;
   std::vector<int> pipes;
@@ -77,7 +77,8 @@ std::vector<RankResult> run_ranks(int world_size, const RankFunction& function, 
       } catch (const std::exception& error) {
         code = 1;
         const std::string text = error.what();
-        [[maybe_unused]] const ssize_t written = ::write(ends[1], text.data(), std::min<std::size_t>(text.size(), 4000));
+        [[maybe_unused]] const ssize_t written =
+            ::write(ends[1], text.data(), std::min<std::size_t>(text.size(), 4000));
       }
       ::_exit(code);
     }

@@ -35,9 +35,9 @@ class TemporaryDirectory {
 };
 
 struct RankResult {
-  int exit_code = -1;  // 0: the function returned; 1: it threw
-  int signal = 0;      // the signal that ended it, if one did
-  std::string message; // what it threw
+  int exit_code = -1;   // 0: the function returned; 1: it threw
+  int signal = 0;       // the signal that ended it, if one did
+  std::string message;  // what it threw
 };
 
 using RankFunction = std::function<void(cpu::Group& group)>;

@@ -37,7 +37,9 @@ Failed failure_of(const std::function<void()>& function) {
   throw std::runtime_error("no error was raised");
 }
 
-void barrier(Group& group, int milliseconds) { group.barrier(Deadline::after(std::chrono::milliseconds(milliseconds))); }
+void barrier(Group& group, int milliseconds) {
+  group.barrier(Deadline::after(std::chrono::milliseconds(milliseconds)));
+}
 
 // A sticky failure is raised again, at once, by every later call.
 void stays_failed(Group& group, ErrorKind kind) {
@@ -52,7 +54,8 @@ TEST(Failure, DeathIsNoticedQuicklyByAll) {
     const Failed failed = failure_of([&] { barrier(group, 20000); });
     require(failed.kind == ErrorKind::kPeerDied || failed.kind == ErrorKind::kPeerFailed, failed.message);
     require(failed.message.find("rank 1") != std::string::npos, failed.message);
-    require(failed.after < std::chrono::seconds(2), "it took " + std::to_string(failed.after.count()) + " ms");
+    require(failed.after < std::chrono::seconds(2),
+            "it took " + std::to_string(failed.after.count()) + " ms");
     stays_failed(group, failed.kind);
   });
   EXPECT_EQ(results[1].signal, SIGKILL);
@@ -124,7 +127,8 @@ TEST(Failure, APeerThatDidItsPartMayLeaveOrDie) {
         ::_exit(0);
       }).detach();
     }
-    group.all_reduce(&one, &one, 1, DType::kFloat32, ReduceOp::kSum, Deadline::after(std::chrono::seconds(10)));
+    group.all_reduce(&one, &one, 1, DType::kFloat32, ReduceOp::kSum,
+                     Deadline::after(std::chrono::seconds(10)));
     require(one == 3, "wrong sum");
   });
 }
@@ -135,7 +139,8 @@ TEST(Failure, TimeoutNamesTheMissingRankAndBothPositions) {
     if (group.rank() == 2) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1500));
       const Failed late = failure_of([&] { barrier(group, 10000); });
-      require(late.kind == ErrorKind::kPeerFailed && late.message.find("timed out") != std::string::npos, late.message);
+      require(late.kind == ErrorKind::kPeerFailed && late.message.find("timed out") != std::string::npos,
+              late.message);
       return;
     }
     const Failed failed = failure_of([&] { barrier(group, 300); });
@@ -176,8 +181,9 @@ TEST(Failure, AnInterruptStopsTheWait) {
     if (group.rank() == 1) {
       std::this_thread::sleep_for(std::chrono::milliseconds(500));
       const Failed failed = failure_of([&] { barrier(group, 20000); });
-      require(failed.kind == ErrorKind::kPeerFailed && failed.message.find("interrupted") != std::string::npos,
-              failed.message);
+      require(
+          failed.kind == ErrorKind::kPeerFailed && failed.message.find("interrupted") != std::string::npos,
+          failed.message);
       return;
     }
     const auto at = Clock::now() + std::chrono::milliseconds(150);
@@ -202,7 +208,8 @@ TEST(Failure, AMissingRankAtTheFirstCollectiveIsNamed) {
       3,
       [](Group& group) {
         if (group.rank() == 1) return;
-        const Failed failed = failure_of([&] { group.connect(Deadline::after(std::chrono::milliseconds(300))); });
+        const Failed failed =
+            failure_of([&] { group.connect(Deadline::after(std::chrono::milliseconds(300))); });
         require(failed.kind == ErrorKind::kTimeout, failed.message);
         require(failed.message.find("rank 1 did not come") != std::string::npos, failed.message);
       },
@@ -216,7 +223,8 @@ TEST(Failure, SharedMemoryTurnedOffOnOneRankIsAJointDecision) {
       [](Group& group) {
         if (group.rank() == 2) ::setenv("FCCL_SHM", "0", 1);
         require(!group.connect(Deadline::after(std::chrono::seconds(10))), "it connected");
-        require(group.why_not().find("rank 2: the environment variable FCCL_SHM") != std::string::npos, group.why_not());
+        require(group.why_not().find("rank 2: the environment variable FCCL_SHM") != std::string::npos,
+                group.why_not());
       },
       30, false);
   for (const auto& result : results) EXPECT_EQ(result.exit_code, 0) << result.message;

@@ -81,7 +81,8 @@ TEST_P(Collectives, AllGatherEvenAndUneven) {
         ++round;
         std::vector<std::size_t> counts;
         for (int rank = 0; rank < ranks; ++rank) {
-          counts.push_back(uneven ? base * static_cast<std::size_t>(rank) / 2 + static_cast<std::size_t>(rank) : base);
+          counts.push_back(uneven ? base * static_cast<std::size_t>(rank) / 2 + static_cast<std::size_t>(rank)
+                                  : base);
         }
         std::vector<std::vector<float>> storage;
         std::vector<void*> outputs;
@@ -92,7 +93,8 @@ TEST_P(Collectives, AllGatherEvenAndUneven) {
         group.all_gather(input.data(), outputs, counts, DType::kFloat32, uneven, soon());
         for (int rank = 0; rank < ranks; ++rank) {
           const auto& output = storage[static_cast<std::size_t>(rank)];
-          for (std::size_t i = 0; i < output.size(); ++i) require(output[i] == value(rank, i, round), "wrong element");
+          for (std::size_t i = 0; i < output.size(); ++i)
+            require(output[i] == value(rank, i, round), "wrong element");
         }
       }
     }
@@ -125,7 +127,8 @@ TEST_P(Collectives, ManyInARowWithDawdlingRanks) {
         for (std::size_t i = 0; i < count; ++i) {
           float expected = 0;
           for (int rank = 0; rank < ranks; ++rank) expected = std::max(expected, value(rank, i, round));
-          require(data[i] == expected, "all_reduce " + std::to_string(round) + " element " + std::to_string(i));
+          require(data[i] == expected,
+                  "all_reduce " + std::to_string(round) + " element " + std::to_string(i));
         }
       }
       if (round % 7 == 0) group.barrier(soon());
@@ -155,10 +158,17 @@ TEST(Mismatch, AllRanksRaiseWithEveryCallAndTheGroupGoesOn) {
     for (int round = 0; round < 40; ++round) {
       std::string message;
       const std::size_t count = group.rank() == 1 ? 7 : 5;
-      require(kind_of([&] { group.all_reduce(data.data(), data.data(), count, DType::kFloat32, ReduceOp::kSum, soon()); },
-                      &message) == ErrorKind::kMismatch, "kind");
-      require(message.find("ranks 0 and 2 called all_reduce(float32, count=5, op=sum)") != std::string::npos, message);
-      require(message.find("rank 1 called all_reduce(float32, count=7, op=sum)") != std::string::npos, message);
+      require(kind_of(
+                  [&] {
+                    group.all_reduce(data.data(), data.data(), count, DType::kFloat32, ReduceOp::kSum,
+                                     soon());
+                  },
+                  &message) == ErrorKind::kMismatch,
+              "kind");
+      require(message.find("ranks 0 and 2 called all_reduce(float32, count=5, op=sum)") != std::string::npos,
+              message);
+      require(message.find("rank 1 called all_reduce(float32, count=7, op=sum)") != std::string::npos,
+              message);
       require(data == std::vector<float>(10, 1), "data was touched");
       reduce_works(group);
     }
@@ -174,13 +184,16 @@ TEST(Mismatch, DifferentOperationsDtypesOpsAndRoots) {
       reduce_works(group);
     };
     mismatch([&] {
-      if (first) group.barrier(soon());
-      else group.broadcast(data.data(), 4, DType::kFloat32, 0, soon());
+      if (first)
+        group.barrier(soon());
+      else
+        group.broadcast(data.data(), 4, DType::kFloat32, 0, soon());
     });
     mismatch([&] { group.broadcast(data.data(), 4, DType::kFloat32, first ? 0 : 1, soon()); });
     mismatch([&] { group.broadcast(data.data(), 4, first ? DType::kFloat32 : DType::kInt32, 0, soon()); });
     mismatch([&] {
-      group.all_reduce(data.data(), data.data(), 4, DType::kFloat32, first ? ReduceOp::kSum : ReduceOp::kMax, soon());
+      group.all_reduce(data.data(), data.data(), 4, DType::kFloat32, first ? ReduceOp::kSum : ReduceOp::kMax,
+                       soon());
     });
     mismatch([&] {
       std::vector<float> out(8);
@@ -199,10 +212,15 @@ TEST(Reject, PeersRaiseInsteadOfWaitingAndTheGroupGoesOn) {
       if (group.rank() == 1) {
         require(kind_of([&] {
                   group.all_reduce(data.data(), data.data(), 4, DType::kFloat32, ReduceOp::kBand, soon());
-                }) == ErrorKind::kInvalid, "kind");
+                }) == ErrorKind::kInvalid,
+                "kind");
       } else {
-        require(kind_of([&] { group.all_reduce(data.data(), data.data(), 4, DType::kFloat32, ReduceOp::kSum, soon()); },
-                        &message) == ErrorKind::kMismatch, "kind");
+        require(kind_of(
+                    [&] {
+                      group.all_reduce(data.data(), data.data(), 4, DType::kFloat32, ReduceOp::kSum, soon());
+                    },
+                    &message) == ErrorKind::kMismatch,
+                "kind");
         require(message.find("band is not defined for float32") != std::string::npos, message);
       }
       reduce_works(group);
@@ -211,7 +229,8 @@ TEST(Reject, PeersRaiseInsteadOfWaitingAndTheGroupGoesOn) {
     for (int round = 0; round < 12; ++round) {
       require(kind_of([&] {
                 group.all_reduce(data.data(), data.data(), 4, DType::kFloat32, ReduceOp::kBor, soon());
-              }) == ErrorKind::kInvalid, "kind");
+              }) == ErrorKind::kInvalid,
+              "kind");
     }
     reduce_works(group);
   });

@@ -27,7 +27,8 @@ using namespace std::chrono_literals;
 TEST(SipHash, MatchesThePublishedVector) {
   unsigned char message[15];
   for (unsigned char i = 0; i < 15; ++i) message[i] = i;
-  EXPECT_EQ(siphash({0x0706050403020100ULL, 0x0f0e0d0c0b0a0908ULL}, message, sizeof(message)), 0xa129ca6149be45e5ULL);
+  EXPECT_EQ(siphash({0x0706050403020100ULL, 0x0f0e0d0c0b0a0908ULL}, message, sizeof(message)),
+            0xa129ca6149be45e5ULL);
 }
 
 Descriptor connect_to(const std::string& name) {
@@ -41,8 +42,10 @@ Descriptor connect_to(const std::string& name) {
 }
 
 // Runs the handshake of `names.size()` ranks as threads of this process.
-std::vector<std::vector<Connection>> mesh(const std::vector<Listener>& listeners, const std::vector<SipKey>& tokens,
-                                          std::chrono::milliseconds timeout, std::vector<std::string>* errors) {
+std::vector<std::vector<Connection>> mesh(const std::vector<Listener>& listeners,
+                                          const std::vector<SipKey>& tokens,
+                                          std::chrono::milliseconds timeout,
+                                          std::vector<std::string>* errors) {
   std::vector<std::string> names;
   for (const Listener& listener : listeners) names.push_back(listener.name());
   std::vector<std::vector<Connection>> results(names.size());
@@ -127,7 +130,8 @@ TEST(Hello, OtherMachinesNamespacesAndRefusalsAreNamed) {
   EXPECT_EQ(why_not_shared(hellos), "ranks 0 and 2 run on different machines");
   hellos = good_hellos(3);
   hellos[1].network_namespace = 6;
-  EXPECT_NE(why_not_shared(hellos).find("ranks 0 and 1 run in different network namespaces"), std::string::npos);
+  EXPECT_NE(why_not_shared(hellos).find("ranks 0 and 1 run in different network namespaces"),
+            std::string::npos);
   hellos = good_hellos(3);
   std::strcpy(hellos[1].refusal, "no memory");
   EXPECT_EQ(why_not_shared(hellos), "rank 1: no memory");

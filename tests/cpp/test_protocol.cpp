@@ -24,7 +24,8 @@ struct Dawdle {
   std::uint64_t state = 0;
   int microseconds;
   void operator()() {
-    if (state == 0) state = static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+    if (state == 0)
+      state = static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
     state = state * 6364136223846793005ULL + 1442695040888963407ULL;
     if ((state >> 62) == 0) std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
   }
@@ -115,7 +116,8 @@ TEST(Determinism, PiecesEqualTheWholeToTheBit) {
     std::size_t at = 0;
     for (std::size_t size = 1; at < count; size = size * 3 + 1) {
       const std::size_t length = std::min(size, count - at);
-      group.all_reduce(input.data() + at, pieces.data() + at, length, DType::kFloat32, ReduceOp::kAvg, soon());
+      group.all_reduce(input.data() + at, pieces.data() + at, length, DType::kFloat32, ReduceOp::kAvg,
+                       soon());
       at += length;
     }
     require(whole == pieces, "chunking shows in the result");

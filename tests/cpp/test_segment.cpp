@@ -47,9 +47,7 @@ TEST(Segment, RefusesWhatAStrangerMightSend) {
   EXPECT_THROW(Segment::open(Descriptor(), 8192), Error) << "no descriptor";
 }
 
-TEST(Segment, RefusesMoreThanThereIs) {
-  EXPECT_THROW(Segment::create(available_memory()), Error);
-}
+TEST(Segment, RefusesMoreThanThereIs) { EXPECT_THROW(Segment::create(available_memory()), Error); }
 
 TEST(Segment, MovesWithoutLosingOrDoublingTheMapping) {
   Segment a = Segment::create(4096);

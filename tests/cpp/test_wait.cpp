@@ -34,7 +34,9 @@ struct NoCheck final : WaitCheck {
   void check(const std::atomic<std::uint64_t>&, std::uint64_t) override { ++calls; }
 };
 
-std::int64_t now() { return std::chrono::duration_cast<std::chrono::microseconds>(Clock::now().time_since_epoch()).count(); }
+std::int64_t now() {
+  return std::chrono::duration_cast<std::chrono::microseconds>(Clock::now().time_since_epoch()).count();
+}
 
 // Milliseconds from the publisher's store to the waiter's return; the publisher is another process.
 double latency(bool wake) {
@@ -82,7 +84,9 @@ TEST(Waiter, ReachedTargetsDoNotCheck) {
 
 TEST(Waiter, ACheckThatThrowsEndsTheWait) {
   struct Throw final : WaitCheck {
-    void check(const std::atomic<std::uint64_t>&, std::uint64_t) override { throw std::runtime_error("enough"); }
+    void check(const std::atomic<std::uint64_t>&, std::uint64_t) override {
+      throw std::runtime_error("enough");
+    }
   } check;
   Shared* shared = make_shared_page();
   Waiter waiter(&shared->waiter, 2);
@@ -95,7 +99,8 @@ TEST(Waiter, NoWakeUpIsLostInAPingPong) {
   struct Pair {
     Shared sides[2];
   };
-  auto* pair = new (::mmap(nullptr, sizeof(Pair), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Pair();
+  auto* pair =
+      new (::mmap(nullptr, sizeof(Pair), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Pair();
   constexpr std::uint64_t kRounds = 3000;
   const auto play = [&](int me) {
     Shared& own = pair->sides[me];
@@ -132,7 +137,8 @@ TEST(WaitPolicy, SpinsOnlyWhereCoresSuffice) {
     EXPECT_GT(wait_policy(2, 4, true, expect).spin.count(), 0);
   }
   // In the background a rank is patient with peers that have not begun.
-  EXPECT_LT(wait_policy(2, 2, true, Expect::kArrival).yield, wait_policy(2, 2, true, Expect::kProgress).yield);
+  EXPECT_LT(wait_policy(2, 2, true, Expect::kArrival).yield,
+            wait_policy(2, 2, true, Expect::kProgress).yield);
 }
 
 }  // namespace
