@@ -220,7 +220,8 @@ bool Group::connect(const Deadline& deadline) {
   }
   state.tried = true;
   if (state.why_not.empty()) {
-    state.waiter.emplace(&state.control().park, state.world_size());
+    // What decides whether spinning pays is how many ranks share the machine, not how many this group has.
+    state.waiter.emplace(&state.control().park, state.node->size());
     state.connected = true;
   } else {
     state.node.reset();

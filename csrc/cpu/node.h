@@ -35,6 +35,8 @@ class Node {
   static std::shared_ptr<Node> newest();
 
   std::uint64_t id() const noexcept { return id_; }
+  // Number of processes that share this machine's cores with us, as far as we know; ourselves included.
+  int size() const noexcept { return static_cast<int>(members_.size()); }
   // The member's index, or -1.
   int index_of(const ProcessId& process) const noexcept;
 
