@@ -131,13 +131,12 @@ at::Tensor premultiplied(const at::Tensor& tensor, const Reduction& reduction) {
   return at::mul(plain, factor).to(plain.scalar_type()).contiguous();
 }
 
-at::Tensor bytes_at(const void* data, std::size_t size) {
+at::Tensor bytes_of(const at::Tensor& plain) {
   PlainDispatch guard;
-  return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(size)},
-                       at::TensorOptions().dtype(at::kByte));
+  // The view keeps the tensor: an inner backend may go on with it after our wait was given up.
+  return at::from_blob(const_cast<void*>(plain.const_data_ptr()), {static_cast<std::int64_t>(byte_count(plain))},
+                       [plain](void*) {}, at::TensorOptions().dtype(at::kByte));
 }
-
-at::Tensor bytes_of(const at::Tensor& plain) { return bytes_at(plain.const_data_ptr(), byte_count(plain)); }
 
 bool overlaps(const at::Tensor& a, const at::Tensor& b) {
   const auto* a0 = static_cast<const char*>(a.const_data_ptr());

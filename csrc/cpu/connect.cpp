@@ -8,7 +8,8 @@
 //
 // After 1, 3 and 4 all ranks have the same words before them, so they decide alike: all use the engine,
 // or none does and why_not() says why. It is a transaction: a rank's trouble is published, never thrown
-// half-way, as long as the peers can still be told.
+// half-way, and a rank that waits for a peer in the middle of a step looks for what the peer has published
+// meanwhile. A rank that gives up altogether (its deadline, an abort, Ctrl-C) publishes that too.
 #include <sched.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include <new>
 #include <thread>
 
+#include "common/text.h"
 #include "cpu/environment.h"
 #include "cpu/group_state.h"
 #include "cpu/interrupt.h"
@@ -24,12 +26,6 @@
 namespace fccl::cpu {
 
 namespace {
-
-template <std::size_t N>
-void copy_text(char (&out)[N], const std::string& text) {
-  std::memset(out, 0, N);
-  std::memcpy(out, text.data(), std::min(text.size(), N - 1));
-}
 
 class Connector {
  public:
@@ -42,32 +38,68 @@ class Connector {
     if (!why.empty()) return why;
     state_.geometry = hellos[0].geometry;
 
-    why = joint("ready", attempt([&] {
-                  join_node(hellos);
-                  state_.own = Segment::create(state_.geometry.segment_bytes());
-                  new (state_.own.data()) Control();
-                }));
+    why = joint(kReady, attempt([&] {
+      join_node(hellos);
+      state_.own = Segment::create(state_.geometry.segment_bytes());
+      new (state_.own.data()) Control();
+    }));
     if (!why.empty()) return why;
 
-    return joint("mapped", attempt([&] { map_peers(hellos[0].group_id); }));
+    return joint(kMapped, attempt([&] { map_peers(hellos[0].group_id); }));
+  }
+
+  // Tells peers that may be waiting for us that this rank has given up. Best effort.
+  void give_up(const std::string& why) noexcept {
+    try {
+      for (const char* step : {kReady, kMapped}) {
+        if (!done_[step == kMapped]) state_.config.store->set(key(step, state_.rank()), kGivenUp + why);
+      }
+    } catch (...) {
+      // The store is gone, and the peers' deadlines will tell them.
+    }
   }
 
  private:
-  int ranks() const { return state_.world_size(); }
+  static constexpr const char* kReady = "ready";
+  static constexpr const char* kMapped = "mapped";
+  static constexpr const char* kFine = "ok";
+  static constexpr const char* kGivenUp = "given up: ";
 
-  void poll() const {
-    check_interrupt();
+  int ranks() const { return state_.world_size(); }
+  static std::string key(const std::string& step, int rank) { return step + "/" + std::to_string(rank); }
+
+  void poll() {
+    try {
+      check_interrupt();
+    } catch (...) {
+      interrupted_ = true;  // not a step's trouble, whatever its type
+      throw;
+    }
     state_.throw_if_failed();
+  }
+
+  // While a step waits for peers: a peer that has published trouble with this step will not do its part.
+  void poll_step(const char* step) {
+    poll();
+    const auto now = std::chrono::steady_clock::now();
+    if (now < next_look_) return;
+    next_look_ = now + std::chrono::milliseconds(100);
+    for (int peer = 0; peer < ranks(); ++peer) {
+      if (peer == state_.rank()) continue;
+      const auto said = state_.config.store->try_get(key(step, peer));
+      if (said && *said != kFine) throw Error(ErrorKind::kSystem, "rank " + std::to_string(peer) + " has trouble");
+    }
   }
 
   // Publishes our value and reads everybody's.
   std::vector<std::string> exchange(const std::string& step, const std::string& value) {
     KeyValueStore& store = *state_.config.store;
-    store.set(step + "/" + std::to_string(state_.rank()), value);
+    store.set(key(step, state_.rank()), value);
+    if (step != "hello") done_[step == kMapped] = true;
     std::vector<std::string> values(static_cast<std::size_t>(ranks()));
     std::chrono::microseconds pause(50);
     for (int peer = 0; peer < ranks();) {
-      if (auto got = store.try_get(step + "/" + std::to_string(peer))) {
+      if (auto got = store.try_get(key(step, peer))) {
         values[static_cast<std::size_t>(peer++)] = std::move(*got);
         continue;
       }
@@ -82,7 +114,7 @@ class Connector {
   std::string missing_message(const std::string& step, int first) {
     std::string missing;
     for (int peer = first; peer < ranks(); ++peer) {
-      if (state_.config.store->try_get(step + "/" + std::to_string(peer))) continue;
+      if (state_.config.store->try_get(key(step, peer))) continue;
       missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(peer);
     }
     return "fccl " + state_.where() + ": timed out after " + std::to_string(deadline_.span().count()) +
@@ -101,15 +133,15 @@ class Connector {
     if (state_.config.testing.depth != 0) mine.geometry.depth = state_.config.testing.depth;
     candidate_ = Node::newest();
     mine.node = candidate_ ? candidate_->id() : 0;
-    copy_text(mine.boot_id, boot_id());
+    copy_text(boot_id(), mine.boot_id);
     if (!shared_memory_enabled()) {
-      copy_text(mine.refusal, "the environment variable FCCL_SHM turns shared memory off");
+      copy_text("the environment variable FCCL_SHM turns shared memory off", mine.refusal);
     } else {
       try {
         listener_.emplace();
-        copy_text(mine.socket_name, listener_->name());
+        copy_text(listener_->name(), mine.socket_name);
       } catch (const Error& error) {
-        copy_text(mine.refusal, error.what());
+        copy_text(error.what(), mine.refusal);
       }
     }
     const std::vector<std::string> values = exchange("hello", mine.to_bytes());
@@ -135,7 +167,7 @@ class Connector {
         processes.push_back(hello.process);
       }
       std::vector<Connection> connections =
-          connect_mesh(*listener_, names, state_.rank(), hellos[0].token, deadline_, [this] { poll(); });
+          connect_mesh(*listener_, names, state_.rank(), hellos[0].token, deadline_, [this] { poll_step(kReady); });
       candidate_ = std::make_shared<Node>(hellos[0].group_id, state_.rank(), std::move(processes),
                                           std::move(connections));
       Node::publish(candidate_);
@@ -149,45 +181,62 @@ class Connector {
       if (peer == state_.rank()) continue;
       state_.node->send_descriptor(member(peer), group, state_.own.descriptor());
     }
+    std::vector<Segment> mapped(static_cast<std::size_t>(ranks()));
+    std::vector<const std::byte*> segments;
+    std::vector<const Control*> controls;
     for (int peer = 0; peer < ranks(); ++peer) {
-      Segment segment;
+      Segment& segment = mapped[static_cast<std::size_t>(peer)];
       if (peer != state_.rank()) {
         try {
-          segment = Segment::open(
-              state_.node->receive_descriptor(member(peer), group, deadline_, [this] { poll(); }),
-              state_.geometry.segment_bytes());
+          const Descriptor descriptor = state_.node->receive_descriptor(member(peer), group, deadline_,
+                                                                        [this] { poll_step(kMapped); });
+          segment = Segment::open(descriptor, state_.geometry.segment_bytes());
         } catch (const Error& error) {
-          throw Error(error.kind(), "rank " + std::to_string(peer) + " " + error.what());
+          if (error.kind() == ErrorKind::kAborted) throw;
+          throw Error(error.kind(), "rank " + std::to_string(peer) + ": " + error.what());
         }
       }
       const std::byte* data = peer == state_.rank() ? state_.own.data() : segment.data();
-      state_.segments.push_back(data);
-      state_.controls.push_back(reinterpret_cast<const Control*>(data));
-      state_.mapped.push_back(std::move(segment));
+      segments.push_back(data);
+      controls.push_back(reinterpret_cast<const Control*>(data));
     }
+    const std::lock_guard lock(state_.failure_mutex);
     state_.own.release_descriptor();
+    state_.mapped = std::move(mapped);
+    state_.segments = std::move(segments);
+    state_.controls = std::move(controls);
   }
 
   int member(int rank) const { return state_.members[static_cast<std::size_t>(rank)]; }
 
-  // Runs a step; its trouble becomes a text for the peers.
+  // Runs a step; its trouble, of whatever kind, becomes a text for the peers.
   template <typename Step>
   std::string attempt(Step&& step) {
     try {
       step();
-      return {};
-    } catch (const Error& error) {
-      if (error.kind() == ErrorKind::kAborted) throw;
+      return kFine;
+    } catch (const std::exception& error) {
+      if (interrupted_ || state_.failed.load()) throw;
       return error.what();
     }
   }
 
   // Tells the others how a step went here; the first rank's trouble, if any has some.
-  std::string joint(const std::string& step, const std::string& trouble) {
-    const std::vector<std::string> troubles = exchange(step, trouble.empty() ? "ok" : trouble);
-    for (std::size_t peer = 0; peer < troubles.size(); ++peer) {
-      if (troubles[peer] != "ok")
-        return "rank " + std::to_string(peer) + ": " + troubles[peer].substr(0, 400);
+  std::string joint(const char* step, const std::string& result) {
+    std::vector<std::string> results = exchange(step, result);
+    for (int pass = 0; pass < 2; ++pass) {  // a rank that has given up takes nobody to the inner engine
+      for (std::size_t peer = 0; peer < results.size(); ++peer) {
+        std::string& said = results[peer];
+        const bool given_up = said.rfind(kGivenUp, 0) == 0;
+        if (said == kFine || given_up != (pass == 0)) continue;
+        said.resize(std::min<std::size_t>(said.size(), 400));
+        make_printable(said.data(), said.size() + 1);
+        const std::string text = "rank " + std::to_string(peer) + ": " + said;
+        if (given_up) {
+          throw Error(ErrorKind::kPeerFailed, "fccl " + state_.where() + ": the group's first collective failed; " + text);
+        }
+        return text;
+      }
     }
     return {};
   }
@@ -196,6 +245,9 @@ class Connector {
   const Deadline& deadline_;
   std::optional<Listener> listener_;
   std::shared_ptr<Node> candidate_;
+  bool interrupted_ = false;
+  bool done_[2] = {false, false};  // whether our word on kReady and kMapped is out
+  std::chrono::steady_clock::time_point next_look_{};
 };
 
 }  // namespace
@@ -209,13 +261,16 @@ bool Group::connect(const Deadline& deadline) {
     state.tried = state.connected = true;
     return true;
   }
+  Connector connector(state, deadline);
   try {
-    state.why_not = Connector(state, deadline).run();
+    state.why_not = connector.run();
   } catch (const Error& error) {
+    connector.give_up(error.what());
     throw Error(state.fail(error));
   } catch (...) {
-    state.fail(
-        Error(ErrorKind::kInterrupted, "fccl " + state.where() + " was interrupted while it connected"));
+    const Error error(ErrorKind::kInterrupted, "fccl " + state.where() + " was interrupted while it connected");
+    connector.give_up(error.what());
+    state.fail(error);
     throw;
   }
   state.tried = true;
@@ -224,6 +279,7 @@ bool Group::connect(const Deadline& deadline) {
     state.waiter.emplace(&state.control().park, state.node->size());
     state.connected = true;
   } else {
+    const std::lock_guard lock(state.failure_mutex);
     state.node.reset();
     state.controls.clear();
     state.segments.clear();

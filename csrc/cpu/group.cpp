@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "common/text.h"
 #include "cpu/environment.h"
 #include "cpu/group_state.h"
 #include "cpu/interrupt.h"
@@ -38,8 +39,7 @@ Error Group::State::fail(const Error& error) noexcept {
       StatusLine& status = control().status;
       status.kind = static_cast<std::uint32_t>(error.kind());
       status.failed_at = sequence.load();
-      const std::string text = error.what();
-      std::memcpy(status.text, text.data(), std::min(text.size(), sizeof(status.text) - 1));
+      copy_text(error.what(), status.text);
       status.state.store(static_cast<std::uint32_t>(RankState::kFailed), std::memory_order_release);
     }
     failed.store(true);
@@ -57,6 +57,7 @@ void Group::State::throw_if_failed() const {
 // Our words wake the peers that wait for us; the peers' words wake a thread of ours that waits for
 // them (waking needs no right to write).
 void Group::State::wake_everyone() const noexcept {
+  const std::lock_guard lock(failure_mutex);  // against connect(), which fills `controls`
   for (const Control* control : controls) {
     wake_all(control->progress.arrived);
     wake_all(control->progress.staged);
@@ -169,7 +170,7 @@ void Call::throw_if_peer_failed(int peer) const {
   if (state != RankState::kFailed || peer == rank() || status.failed_at > number_) return;
   char text[sizeof(status.text)];
   std::memcpy(text, status.text, sizeof(text));
-  text[sizeof(text) - 1] = '\0';
+  make_printable(text);
   throw Error(ErrorKind::kPeerFailed,
               what() + ": the group has failed on rank " + std::to_string(peer) + ", which says: " + text);
 }
@@ -271,8 +272,21 @@ void Group::reject(const std::string& why) noexcept {
   }
   const std::uint64_t number = state.sequence.load(std::memory_order_relaxed) + 1;
   // Line `number` was last used for number - kDescriptionLines, which peers are done with if all of
-  // them have arrived one later (I2). Beyond that the peers are told nothing and will time out.
-  if (number >= state.settled + kDescriptionLines) return;
+  // them have arrived one later (I2). How far they are is looked up only when it matters.
+  if (number >= state.settled + kDescriptionLines) {
+    std::uint64_t settled = number - 1;
+    for (const Control* control : state.controls) {
+      settled = std::min(settled, control->progress.arrived.load(std::memory_order_acquire));
+    }
+    state.settled = settled;
+  }
+  if (number >= state.settled + kDescriptionLines) {
+    // Skipping the number would pair later calls wrongly, without anybody noticing.
+    state.fail(Error(ErrorKind::kSystem, "fccl " + state.where() + ": " + std::to_string(kDescriptionLines - 1) +
+                                             " calls in a row were rejected here before a peer came to the first; " +
+                                             "the last: " + why));
+    return;
+  }
   Description description;
   description.collective = Collective::kRejected;
   description.set_note(why);

@@ -20,6 +20,7 @@
 //   I7  A release store of a counter after the data, and an acquire load of it before, order the two.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -38,9 +39,9 @@ namespace fccl::cpu {
 struct Group::State {
   GroupConfig config;
 
-  // ---- set by connect() ----
+  // ---- set by connect(); `controls` under failure_mutex, since abort() may come at any time ----
   bool tried = false;
-  bool connected = false;
+  std::atomic<bool> connected{false};
   std::string why_not;
   std::shared_ptr<Node> node;
   std::vector<int> members;  // rank in the group -> member of the node

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "common/error.h"
+#include "common/text.h"
 #include "cpu/environment.h"
 
 namespace fccl::cpu {
@@ -41,9 +42,9 @@ Hello Hello::parse(const std::string& bytes, int rank) {
                                         std::to_string(kLayoutVersion) +
                                         "). Install one version on all ranks.");
   }
-  hello.boot_id[sizeof(hello.boot_id) - 1] = '\0';
-  hello.socket_name[sizeof(hello.socket_name) - 1] = '\0';
-  hello.refusal[sizeof(hello.refusal) - 1] = '\0';
+  make_printable(hello.boot_id);
+  make_printable(hello.socket_name);
+  make_printable(hello.refusal);
   return hello;
 }
 

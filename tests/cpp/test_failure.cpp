@@ -230,6 +230,58 @@ TEST(Failure, SharedMemoryTurnedOffOnOneRankIsAJointDecision) {
   for (const auto& result : results) EXPECT_EQ(result.exit_code, 0) << result.message;
 }
 
+// A rank that cannot open another descriptor in the middle of the handshake takes all of them, quickly, to
+// the inner engine.
+TEST(Failure, TroubleOfOneRankInTheHandshakeIsAJointDecision) {
+  const auto results = run_ranks(
+      3,
+      [](Group& group) {
+        if (group.rank() == 2) {
+          // Leaves two descriptors: for the listener and for the store's files in turn, but not for a socket
+          // to each peer.
+          int last = 0;
+          while (last < 50) last = ::dup(0);
+          ::close(last);
+          ::close(last - 1);
+          const rlimit limit{static_cast<rlim_t>(last + 1), static_cast<rlim_t>(last + 1)};
+          ::setrlimit(RLIMIT_NOFILE, &limit);
+        }
+        const auto start = Clock::now();
+        require(!group.connect(Deadline::after(std::chrono::seconds(20))), "it connected");
+        require(Clock::now() - start < std::chrono::seconds(3), "the ranks waited for their deadline");
+        require(group.why_not().find("rank 2") != std::string::npos || group.why_not().find("trouble") != std::string::npos,
+                group.why_not());
+      },
+      30, false);
+  for (const auto& result : results) EXPECT_EQ(result.exit_code, 0) << result.message;
+}
+
+// A rank that gives up during the set-up tells the others.
+TEST(Failure, ARankThatGivesUpInTheSetUpIsNoticed) {
+  const auto results = run_ranks(
+      2,
+      [](Group& group) {
+        if (group.rank() == 1) {
+          std::thread([&] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            group.abort("the test says so");
+          }).detach();
+        }
+        try {
+          group.connect(Deadline::after(std::chrono::seconds(20)));
+          // The abort may come after the set-up; then the next collective says so.
+          barrier(group, 20000);
+          throw std::runtime_error("no error was raised");
+        } catch (const Error& error) {
+          require(error.kind() == ErrorKind::kAborted || error.kind() == ErrorKind::kPeerFailed ||
+                      error.kind() == ErrorKind::kPeerDied || error.kind() == ErrorKind::kPeerLeft,
+                  error.what());
+        }
+      },
+      30, false);
+  for (const auto& result : results) EXPECT_EQ(result.exit_code, 0) << result.message;
+}
+
 TEST(Failure, AForkedChildMayNotUseTheGroup) {
   expect_ranks(2, [](Group& group) {
     barrier(group, 10000);

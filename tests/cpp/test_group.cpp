@@ -3,7 +3,9 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <numeric>
+#include <thread>
 #include <vector>
 
 #include "cpu/group.h"
@@ -233,6 +235,52 @@ TEST(Reject, PeersRaiseInsteadOfWaitingAndTheGroupGoesOn) {
               "kind");
     }
     reduce_works(group);
+  });
+}
+
+// More rejected calls than there are lines, against peers that keep pace and against peers that do not.
+TEST(Reject, ManyInARowNeverSkipANumber) {
+  expect_ranks(2, [](Group& group) {
+    std::vector<float> data(4, 1);
+    const auto good = [&] {
+      group.all_reduce(data.data(), data.data(), 4, DType::kFloat32, ReduceOp::kMax, soon());
+    };
+    const auto bad = [&] {
+      group.all_reduce(data.data(), data.data(), 4, DType::kFloat32, ReduceOp::kBand, soon());
+    };
+    for (int round = 0; round < 100; ++round) {
+      // Keeps within the lines: the peer's errors come first now and then.
+      if (group.rank() == 0 && round % 8 == 7) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      require(kind_of(group.rank() == 0 ? std::function<void()>(bad) : std::function<void()>(good)) ==
+                  (group.rank() == 0 ? ErrorKind::kInvalid : ErrorKind::kMismatch),
+              "round " + std::to_string(round));
+    }
+    reduce_works(group);
+  });
+}
+
+TEST(Reject, TooManyAheadOfThePeersFailTheGroupInsteadOfSkippingANumber) {
+  expect_ranks(2, [](Group& group) {
+    std::vector<float> data(4, 1);
+    group.barrier(soon());
+    if (group.rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      for (int i = 0; i < 30; ++i) {
+        require(kind_of([&] { group.barrier(soon()); }) != ErrorKind::kTimeout, "kind");
+      }
+      require(group.failure().has_value(), "the group goes on with skipped numbers");
+      return;
+    }
+    for (int i = 0; i < 30; ++i) {
+      try {
+        group.all_reduce(data.data(), data.data(), 4, DType::kFloat32, ReduceOp::kBand, soon());
+      } catch (const Error&) {
+      }
+    }
+    require(group.failure().has_value(), "the group goes on with skipped numbers");
+    require(std::string(group.failure()->what()).find("in a row were rejected") != std::string::npos,
+            group.failure()->what());
+    std::this_thread::sleep_for(std::chrono::milliseconds(600));
   });
 }
 

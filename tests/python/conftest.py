@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fccl_testing import RankPool
+from fccl_testing import RankPool, expect_shared_memory
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +18,8 @@ def rank_pool() -> Iterator[Callable[..., RankPool]]:
         key = (world_size, backend)
         if key not in pools:
             pools[key] = RankPool(world_size, backend)
+            if backend == "fccl":
+                pools[key].run(expect_shared_memory)
         return pools[key]
 
     yield get

@@ -146,6 +146,23 @@ def run_ranks(
     return results
 
 
+def expect_shared_memory(rank: int, world_size: int) -> None:
+    """In a rank: asserts that the default group, if it is fccl's, runs on the engine.
+
+    Gloo would give the same answers, so a test of values does not see that the engine stood aside. All ranks
+    must call it. Nothing is asserted for one rank, nor where FCCL_SHM=0 asks for Gloo.
+    """
+    import torch.distributed as dist
+
+    import fccl
+
+    if dist.get_backend() != "fccl" or world_size == 1 or os.environ.get("FCCL_SHM") == "0":
+        return
+    dist.barrier()  # the first collective connects
+    backend = fccl.backend_of()
+    assert backend.engine == "shared-memory", f"rank {rank}: {backend.engine}: {backend.why_inner}"
+
+
 class RankPool:
     """Processes that stay, with one process group, for many calls.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fccl_testing import run_ranks
+from fccl_testing import expect_shared_memory, run_ranks
 
 
 class WithUnused(nn.Module):
@@ -193,6 +193,7 @@ def test_bfloat16_ranks_agree(rank_pool):
 
 def join(rank, world_size):
     """Uneven inputs: the ranks that are done shadow the others' collectives."""
+    expect_shared_memory(rank, world_size)
     ddp = DistributedDataParallel(make_model("tiny"))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     data = torch.Generator().manual_seed(rank)
@@ -236,6 +237,7 @@ def test_zero_redundancy_optimizer(rank_pool):
 def stock_hooks(rank, world_size, name, bucket_cap_mb):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+    expect_shared_memory(rank, world_size)
     ddp = DistributedDataParallel(make_model("wide"), bucket_cap_mb=bucket_cap_mb)
     if name == "powerSGD":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)

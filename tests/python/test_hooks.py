@@ -496,6 +496,43 @@ def test_join_with_sixteen_bit_and_sparse_gradients(rank_pool, backend, hook):
     rank_pool(2, backend).run(join_sixteen_bit_and_sparse, hook)
 
 
+def collectives_around_join(rank, world_size, hook, divide):
+    """The numbers of collectives of one training step, before and after a join context."""
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
+    if hook is not None:
+        attach(ddp, hook)
+
+    def collectives_of_a_step():
+        before = fccl.backend_of().collective_counts()
+        ddp(batch(rank, 0)).square().sum().backward()
+        after = fccl.backend_of().collective_counts()
+        changes = {name: count - before.get(name, 0) for name, count in after.items()}
+        return {name: change for name, change in changes.items() if change}
+
+    for _ in range(3):  # until the buckets are what they will be
+        collectives_of_a_step()
+    first = collectives_of_a_step()
+    with ddp.join(divide_by_initial_world_size=divide):
+        for _ in range(1 + rank):
+            within = collectives_of_a_step()
+    return first, within, collectives_of_a_step()
+
+
+@both_hooks
+@pytest.mark.parametrize("divide", [True, False])
+def test_nothing_of_a_join_context_remains(rank_pool, hook, divide):
+    """DDP itself goes on with its all_reduces of the join context when that is over, the hooks do not."""
+    ranks = rank_pool(2).run(collectives_around_join, hook, divide)
+    plain = rank_pool(2).run(collectives_around_join, None, divide)
+    for (first, within, last), (plain_first, plain_within, plain_last) in zip(ranks, plain, strict=True):
+        buckets = first["all_reduce"]
+        assert buckets > 1
+        assert first == plain_first
+        assert last == plain_last
+        counts_data = 0 if divide else buckets
+        assert within["all_reduce"] == plain_within["all_reduce"] + counts_data
+
+
 # ---- errors of the exchange ----
 
 
