@@ -6,6 +6,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -32,12 +33,17 @@ bool finalizing() {
 #endif
 }
 
-// Python runs signal handlers on its main thread, and only when that thread asks.
-void raise_pending_signals() {
+// Lets Ctrl-C end a wait, on Python's main thread. Only SIGINT: handlers of other signals run once the
+// collective has returned, as they do with other backends, because they may want a collective of their own
+// (Lightning's SIGTERM handler broadcasts), and this one would be in its way.
+void raise_interrupt() {
   if (static_cast<pid_t>(::syscall(SYS_gettid)) != ::getpid()) return;
   if (!Py_IsInitialized() || finalizing()) return;
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  const py::gil_scoped_acquire gil;
+  if (PyOS_InterruptOccurred() == 0) return;
+  const py::object handler = py::module_::import("signal").attr("getsignal")(SIGINT);
+  if (PyCallable_Check(handler.ptr()) == 0) return;
+  handler(SIGINT, py::none());  // by default raises KeyboardInterrupt
 }
 
 void warn_user(const std::string& message) {
@@ -72,8 +78,8 @@ void bind_backend(py::module_& m) {
   // Base classes and Store are registered by torch.
   py::module_::import("torch.distributed");
 
-  cpu::set_interrupt_check(raise_pending_signals);
-  c10d_backend::set_interrupt_check(raise_pending_signals);
+  cpu::set_interrupt_check(raise_interrupt);
+  c10d_backend::set_interrupt_check(raise_interrupt);
   c10d_backend::set_warning_sink(warn_user);
 
   py::class_<FcclBackend, ::c10d::Backend, c10::intrusive_ptr<FcclBackend>>(

@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "c10d/completion.h"
 #include "c10d/errors.h"
 #include "c10d/process.h"
 
@@ -57,6 +58,7 @@ c10::intrusive_ptr<FcclBackend> FcclBackend::create(Config config) {
 }
 
 void FcclBackend::shutdown_all() noexcept {
+  const GilRelease unlocked;
   std::vector<c10::intrusive_ptr<FcclBackend>> alive;
   {
     std::lock_guard lock(registry().mutex);
@@ -72,6 +74,7 @@ void FcclBackend::shutdown_all() noexcept {
       // The process is ending; there is nobody left to tell.
     }
   }
+  drain_completions(kDrain);
 }
 
 FcclBackend::FcclBackend(Config config)
@@ -125,6 +128,14 @@ std::string FcclBackend::engine() const {
 
 FcclBackend::Call FcclBackend::call(::c10d::OpType type, Collective collective, const char* title, bool async,
                                     std::chrono::milliseconds timeout) const {
+  // Before anything that may be locked: the parent may have forked in the middle of a collective.
+  if (fork_generation() != born_in_) {
+    C10_THROW_ERROR(DistBackendError,
+                    std::string(title) + " on rank " + std::to_string(rank_) +
+                        ": this process was forked after the process group was made, and threads, "
+                        "memory and connections stay with the parent; call init_process_group() "
+                        "in the child");
+  }
   // A timeout not given per call arrives as -1 (or 0): the group's holds.
   if (timeout <= std::chrono::milliseconds::zero()) timeout = std::chrono::milliseconds(timeout_ms_);
   return {type, collective, title, async, timeout};

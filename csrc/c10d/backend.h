@@ -178,10 +178,7 @@ FcclBackend::WorkPtr FcclBackend::submit(const Call& call, const Tensors& inputs
   auto work = c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, inputs, std::move(outputs),
                                                   executor_);
   auto run = [carrier = carrier_, collective = call.collective, timeout = call.timeout,
-              body = std::move(body)]() mutable {
-    body(*carrier, Deadline::after(timeout));
-    carrier->count(collective);
-  };
+              body = std::move(body)]() mutable { carrier->run(collective, timeout, body); };
   if (call.async) {
     executor_->run_later(work, std::move(run));
   } else {

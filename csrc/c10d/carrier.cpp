@@ -1,6 +1,9 @@
 #include "c10d/carrier.h"
 
+#include <algorithm>
 #include <cstring>
+#include <exception>
+#include <new>
 #include <set>
 #include <utility>
 #include <vector>
@@ -63,7 +66,7 @@ void warn_once(const std::string& group, const std::string& why) {
 
 }  // namespace
 
-void wait_for(::c10d::Work& work, const Deadline& deadline) {
+void Carrier::wait_for(::c10d::Work& work, const Deadline& deadline) {
   for (;;) {
     try {
       work.wait(std::max(deadline.left(kSlice), std::chrono::milliseconds(1)));
@@ -72,8 +75,48 @@ void wait_for(::c10d::Work& work, const Deadline& deadline) {
       // The end of a slice and a failure of the operation both throw; only the latter completes it.
       if (work.isCompleted() || deadline.expired()) throw;
     }
+    throw_if_failed();
     check_interrupt();
   }
+}
+
+// Called while the exception is handled.
+void Carrier::fail_locally(Collective collective, std::uint64_t before, const Deadline& deadline) {
+  if (group_ == nullptr) return;
+  std::string what = "an exception that is not a std::exception";
+  bool torchs = false;
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    torchs = true;
+    what = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    torchs = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+    what = error.what();
+  } catch (...) {
+  }
+  const std::string where = std::string("fccl ") + name_of(collective) + " on rank " + std::to_string(rank_) +
+                            " of group '" + group_name_ + "'";
+  if (deadline.expired()) {
+    // Its own deadline passed inside the inner engine, whose message names neither call nor rank.
+    const std::string text = where + ": timed out after " + std::to_string(deadline.span().count()) +
+                             " ms in the inner engine (Gloo): " + what;
+    group_->abort(text);
+    throw Error(ErrorKind::kTimeout, text);
+  }
+  if (!torchs) {  // Ctrl-C
+    group_->abort(where + " was interrupted");
+    return;
+  }
+  if (group_->sequence_number() == before) {
+    reject("failed on this rank: " + what, deadline);
+    return;
+  }
+  // Behind the gate: what Gloo refuses, it refuses on every rank alike; but a collective composed of the
+  // engine's has been left half-way, and the peers are in the other half.
+  const bool composed = collective != Collective::kGather && collective != Collective::kScatter &&
+                        collective != Collective::kAllToAll && collective != Collective::kSparseAllReduce;
+  if (composed && mode() == Mode::kEngine) group_->abort(where + " failed half-way: " + what);
 }
 
 Carrier::Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
@@ -201,11 +244,16 @@ void Carrier::broadcast(void* buffer, std::size_t count, DType dtype, int root, 
     case Mode::kEngine: group_->broadcast(buffer, count, dtype, root, deadline); break;
     case Mode::kInner: {
       if (count == 0) return;
-      std::vector<at::Tensor> tensors{bytes_at(buffer, count * size_of(dtype))};
+      // A private buffer: Gloo may go on with it after our wait was given up.
+      PlainDispatch guard;
+      const std::size_t bytes = count * size_of(dtype);
+      std::vector<at::Tensor> tensors{at::empty({static_cast<std::int64_t>(bytes)}, at::kByte)};
+      if (root == rank_) std::memcpy(tensors[0].mutable_data_ptr(), buffer, bytes);
       ::c10d::BroadcastOptions options;
       options.rootRank = root;
       options.timeout = timeout_for(deadline);
       wait_for(*inner_->broadcast(tensors, options), deadline);
+      if (root != rank_) std::memcpy(buffer, tensors[0].const_data_ptr(), bytes);
       break;
     }
     default: break;
@@ -230,7 +278,7 @@ void Carrier::gate(const Description& call, const Deadline& deadline) {
 }
 
 void Carrier::reject(const std::string& why, const Deadline& deadline) {
-  if (connect(deadline) == Mode::kEngine) group_->reject(why);
+  if (connect(deadline) == Mode::kEngine) group_->reject(why, deadline);
 }
 
 std::map<std::string, std::int64_t> Carrier::counts() const {

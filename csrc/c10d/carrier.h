@@ -25,9 +25,6 @@ namespace fccl::c10d_backend {
 
 using BackendPtr = c10::intrusive_ptr<::c10d::Backend>;
 
-// Waits for an inner backend's work in slices, so that Ctrl-C and `deadline` work.
-void wait_for(::c10d::Work& work, const Deadline& deadline);
-
 class Carrier {
  public:
   enum class Mode { kUnconnected, kLocal, kEngine, kInner };
@@ -53,18 +50,45 @@ class Carrier {
   void broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline);
   void barrier(const Deadline& deadline);
 
+  // Waits for the inner backend's work in slices, so that Ctrl-C, abort() and `deadline` work.
+  void wait_for(::c10d::Work& work, const Deadline& deadline);
+
+  // Runs one call. What goes wrong in it outside the engine and outside Gloo (memory for a private copy,
+  // say) must not leave this rank with another number than its peers have: if the call had no number
+  // yet, it takes one as a rejected call; if it had, the group fails.
+  template <typename Body>
+  void run(Collective collective, std::chrono::milliseconds timeout, Body&& body) {
+    const Deadline deadline = Deadline::after(timeout);
+    const std::uint64_t before = sequence_number();
+    if (mode() == Mode::kInner) throw_if_failed();
+    try {
+      body(*this, deadline);
+    } catch (const Error&) {
+      throw;
+    } catch (...) {
+      fail_locally(collective, before, deadline);
+      throw;
+    }
+    count(collective);
+  }
+
   // Compares descriptions where the engine carries the group; else nothing is known to compare.
   void gate(const Description& call, const Deadline& deadline);
   // Tells the peers that this rank refuses its call.
   void reject(const std::string& why, const Deadline& deadline);
 
-  void count(Collective collective) noexcept { ++counts_[static_cast<std::size_t>(collective)]; }
   std::map<std::string, std::int64_t> counts() const;
 
   // In the child of a fork: the parent's connections and threads are not ours to close.
   void forget() noexcept;
 
  private:
+  void count(Collective collective) noexcept { ++counts_[static_cast<std::size_t>(collective)]; }
+  void throw_if_failed() const {
+    if (const auto failure = group_->failure()) throw Error(*failure);
+  }
+  std::uint64_t sequence_number() const noexcept { return group_ ? group_->sequence_number() : 0; }
+  void fail_locally(Collective collective, std::uint64_t before, const Deadline& deadline);
   void inner_all_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op,
                         const Deadline& deadline);
 

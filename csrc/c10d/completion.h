@@ -7,10 +7,15 @@
 // is idle, another is started. Idle threads end after a few seconds.
 #pragma once
 
+#include <chrono>
 #include <functional>
 
 namespace fccl::c10d_backend {
 
 void complete_elsewhere(std::function<void()> task);
+
+// Waits until every task is done, or for `limit`: at exit, since a callback in Python that still runs while
+// the interpreter ends takes the process down.
+void drain_completions(std::chrono::milliseconds limit) noexcept;
 
 }  // namespace fccl::c10d_backend

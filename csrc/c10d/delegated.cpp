@@ -83,7 +83,7 @@ FcclBackend::WorkPtr FcclBackend::sparse_all_reduce(const Call& sparse_call, Ten
     std::vector<at::Tensor> inputs{tensor};
     ::c10d::AllreduceOptions options;
     options.timeout = timeout_for(deadline);
-    wait_for(*carrier.inner()->allreduce(inputs, options), deadline);
+    carrier.wait_for(*carrier.inner()->allreduce(inputs, options), deadline);
     if (op == ReduceOp::kAvg) {
       PlainDispatch guard;
       at::Tensor values = inputs[0]._values();
@@ -147,7 +147,7 @@ FcclBackend::WorkPtr FcclBackend::gather(TensorLists& outputs, Tensors& inputs,
     ::c10d::GatherOptions options;
     options.rootRank = root;
     options.timeout = timeout_for(deadline);
-    wait_for(*carrier.inner()->gather(out, in, options), deadline);
+    carrier.wait_for(*carrier.inner()->gather(out, in, options), deadline);
     for (std::size_t r = 0; r < results.size(); ++r) put_back(results[r], list[r]);
   });
 }
@@ -193,7 +193,7 @@ FcclBackend::WorkPtr FcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
     ::c10d::ScatterOptions options;
     options.rootRank = root;
     options.timeout = timeout_for(deadline);
-    wait_for(*carrier.inner()->scatter(out, in, options), deadline);
+    carrier.wait_for(*carrier.inner()->scatter(out, in, options), deadline);
     put_back(result, output);
   });
 }
@@ -232,7 +232,8 @@ FcclBackend::WorkPtr FcclBackend::exchange(const Call& c, Tensors outputs, Tenso
       for (auto& count : expects) count *= width;
       ::c10d::AllToAllOptions options;
       options.timeout = timeout_for(deadline);
-      wait_for(*carrier.inner()->alltoall_base(to_bytes, from_bytes, expects, sends, options), deadline);
+      carrier.wait_for(*carrier.inner()->alltoall_base(to_bytes, from_bytes, expects, sends, options),
+                       deadline);
     }
     begin = 0;
     for (const at::Tensor& output : outputs) {

@@ -39,11 +39,25 @@ void Executor::number(const WorkPtr& work) {
   work->set_number(++submitted_);
 }
 
+// A signal handler that runs while its thread waits in a collective cannot wait for another: the one it
+// interrupted is before it, and cannot go on until the handler returns.
+void Executor::refuse_nested(const CollectiveWork& work) const {
+  if (!driving_ || driver_ != std::this_thread::get_id()) return;
+  C10_THROW_ERROR(DistBackendError,
+                  std::string(work.title()) + " on rank " + std::to_string(work.rank()) +
+                      ": called from within another collective of the same group on the same "
+                      "thread (a signal handler?), which it would have to wait for");
+}
+
 bool Executor::begin_now(const WorkPtr& work) {
   std::lock_guard lock(mutex_);
-  if (driving_ || !queue_.empty()) return false;
+  if (driving_ || !queue_.empty()) {
+    refuse_nested(*work);
+    return false;
+  }
   number(work);
   driving_ = true;
+  driver_ = std::this_thread::get_id();
   return true;
 }
 
@@ -74,9 +88,9 @@ void Executor::end_now() {
 void Executor::run_later(const WorkPtr& work, std::function<void()> body) {
   work->set_body(std::move(body));
   std::lock_guard lock(mutex_);
+  if (!closed_) start_worker();  // may throw: before the call has a number
   number(work);
   queue_.push_back(work);
-  start_worker();
   if (!driving_) queued_.notify_one();
 }
 
@@ -91,6 +105,7 @@ void Executor::run_front(std::unique_lock<std::mutex>& lock) {
   WorkPtr work = std::move(queue_.front());
   queue_.pop_front();
   driving_ = true;
+  driver_ = std::this_thread::get_id();
   lock.unlock();
   work->run();
   work.reset();  // may free tensors, which may want the interpreter's lock
@@ -118,6 +133,7 @@ void Executor::wait(CollectiveWork& work, std::chrono::milliseconds timeout) {
   const Clock::time_point end = limited ? Clock::now() + timeout : Clock::time_point::max();
   std::unique_lock lock(mutex_);
   while (!work.is_done()) {
+    refuse_nested(work);
     // With a limit of its own this thread must stay free to leave, so the worker drives.
     if (!driving_ && !queue_.empty()) {
       if (!limited) {

@@ -56,6 +56,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void end_now();
   void finish_now(const WorkPtr& work, std::function<void()> body);
   void number(const WorkPtr& work);
+  void refuse_nested(const CollectiveWork& work) const;
   void start_worker();
   void run_front(std::unique_lock<std::mutex>& lock);
   void work_loop();
@@ -65,6 +66,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   std::condition_variable queued_;  // the worker has something to do
   std::deque<WorkPtr> queue_;
   bool driving_ = false;
+  std::thread::id driver_;  // while driving_
   bool closed_ = false;
   bool stopping_ = false;
   bool worker_runs_ = false;

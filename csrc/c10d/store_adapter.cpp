@@ -1,12 +1,19 @@
 #include "c10d/store_adapter.h"
 
 #include <cstdint>
+#include <exception>
 #include <vector>
 
 namespace fccl::c10d_backend {
 
 ::c10d::Store& StoreAdapter::connection() {
-  if (!connection_) connection_ = store_->clone();
+  if (!connection_) {
+    try {
+      connection_ = store_->clone();
+    } catch (const std::exception&) {
+      connection_ = store_;  // a Store written in Python need not have clone()
+    }
+  }
   return *connection_;
 }
 

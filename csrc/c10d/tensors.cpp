@@ -134,8 +134,9 @@ at::Tensor premultiplied(const at::Tensor& tensor, const Reduction& reduction) {
 at::Tensor bytes_of(const at::Tensor& plain) {
   PlainDispatch guard;
   // The view keeps the tensor: an inner backend may go on with it after our wait was given up.
-  return at::from_blob(const_cast<void*>(plain.const_data_ptr()), {static_cast<std::int64_t>(byte_count(plain))},
-                       [plain](void*) {}, at::TensorOptions().dtype(at::kByte));
+  return at::from_blob(
+      const_cast<void*>(plain.const_data_ptr()), {static_cast<std::int64_t>(byte_count(plain))},
+      [plain](void*) {}, at::TensorOptions().dtype(at::kByte));
 }
 
 bool overlaps(const at::Tensor& a, const at::Tensor& b) {

@@ -49,8 +49,7 @@ at::Tensor scratch(std::int64_t count, const at::Tensor& like);
 // A copy multiplied as a PREMUL_SUM asks.
 at::Tensor premultiplied(const at::Tensor& tensor, const Reduction& reduction);
 
-// The bytes of plain memory as a tensor.
-at::Tensor bytes_at(const void* data, std::size_t size);
+// The bytes of a plain tensor as a tensor, which keeps the first one.
 at::Tensor bytes_of(const at::Tensor& plain);
 
 inline std::size_t byte_count(const at::Tensor& tensor) {

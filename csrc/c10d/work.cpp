@@ -53,6 +53,11 @@ void CollectiveWork::run() noexcept {
 }
 
 void CollectiveWork::complete(std::exception_ptr error) noexcept {
+  // First: whoever waits may close the profile as soon as the work is done.
+  if (recordFunctionEndCallback_) {
+    recordFunctionEndCallback_();
+    recordFunctionEndCallback_ = nullptr;
+  }
   std::vector<std::function<void()>> tasks;
   {
     std::lock_guard lock(mutex_);
@@ -60,10 +65,6 @@ void CollectiveWork::complete(std::exception_ptr error) noexcept {
     completed_ = true;
     done_.store(true, std::memory_order_release);
     tasks.swap(at_completion_);
-  }
-  if (recordFunctionEndCallback_) {
-    recordFunctionEndCallback_();
-    recordFunctionEndCallback_ = nullptr;
   }
   for (auto& task : tasks) complete_elsewhere(std::move(task));
 }

@@ -126,7 +126,7 @@ void Group::all_gather(const void* input, std::span<void* const> outputs, std::s
     const std::string why = "all_gather: " + std::to_string(outputs.size()) +
                             " outputs were given, expected " + std::to_string(world_size()) +
                             ", one for each rank";
-    reject(why);
+    reject(why, deadline);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }
   Description description;

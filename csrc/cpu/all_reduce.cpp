@@ -169,7 +169,7 @@ void Group::all_reduce(const void* input, void* output, std::size_t count, DType
   if (reduce == nullptr) {
     const std::string why =
         std::string("all_reduce: ") + name_of(op) + " is not defined for " + name_of(dtype);
-    reject(why);
+    reject(why, deadline);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }
   Description description;

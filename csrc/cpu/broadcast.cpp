@@ -50,7 +50,7 @@ void Group::broadcast(void* buffer, std::size_t count, DType dtype, int root, co
   if (root < 0 || root >= world_size()) {
     const std::string why = "broadcast: root is " + std::to_string(root) +
                             ", expected a rank of the group, 0 to " + std::to_string(world_size() - 1);
-    reject(why);
+    reject(why, deadline);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }
   Description description;

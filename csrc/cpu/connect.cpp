@@ -39,10 +39,10 @@ class Connector {
     state_.geometry = hellos[0].geometry;
 
     why = joint(kReady, attempt([&] {
-      join_node(hellos);
-      state_.own = Segment::create(state_.geometry.segment_bytes());
-      new (state_.own.data()) Control();
-    }));
+                  join_node(hellos);
+                  state_.own = Segment::create(state_.geometry.segment_bytes());
+                  new (state_.own.data()) Control();
+                }));
     if (!why.empty()) return why;
 
     return joint(kMapped, attempt([&] { map_peers(hellos[0].group_id); }));
@@ -87,7 +87,8 @@ class Connector {
     for (int peer = 0; peer < ranks(); ++peer) {
       if (peer == state_.rank()) continue;
       const auto said = state_.config.store->try_get(key(step, peer));
-      if (said && *said != kFine) throw Error(ErrorKind::kSystem, "rank " + std::to_string(peer) + " has trouble");
+      if (said && *said != kFine)
+        throw Error(ErrorKind::kSystem, "rank " + std::to_string(peer) + " has trouble");
     }
   }
 
@@ -166,8 +167,8 @@ class Connector {
         names.emplace_back(hello.socket_name);
         processes.push_back(hello.process);
       }
-      std::vector<Connection> connections =
-          connect_mesh(*listener_, names, state_.rank(), hellos[0].token, deadline_, [this] { poll_step(kReady); });
+      std::vector<Connection> connections = connect_mesh(*listener_, names, state_.rank(), hellos[0].token,
+                                                         deadline_, [this] { poll_step(kReady); });
       candidate_ = std::make_shared<Node>(hellos[0].group_id, state_.rank(), std::move(processes),
                                           std::move(connections));
       Node::publish(candidate_);
@@ -188,8 +189,8 @@ class Connector {
       Segment& segment = mapped[static_cast<std::size_t>(peer)];
       if (peer != state_.rank()) {
         try {
-          const Descriptor descriptor = state_.node->receive_descriptor(member(peer), group, deadline_,
-                                                                        [this] { poll_step(kMapped); });
+          const Descriptor descriptor =
+              state_.node->receive_descriptor(member(peer), group, deadline_, [this] { poll_step(kMapped); });
           segment = Segment::open(descriptor, state_.geometry.segment_bytes());
         } catch (const Error& error) {
           if (error.kind() == ErrorKind::kAborted) throw;
@@ -233,7 +234,8 @@ class Connector {
         make_printable(said.data(), said.size() + 1);
         const std::string text = "rank " + std::to_string(peer) + ": " + said;
         if (given_up) {
-          throw Error(ErrorKind::kPeerFailed, "fccl " + state_.where() + ": the group's first collective failed; " + text);
+          throw Error(ErrorKind::kPeerFailed,
+                      "fccl " + state_.where() + ": the group's first collective failed; " + text);
         }
         return text;
       }
@@ -268,7 +270,8 @@ bool Group::connect(const Deadline& deadline) {
     connector.give_up(error.what());
     throw Error(state.fail(error));
   } catch (...) {
-    const Error error(ErrorKind::kInterrupted, "fccl " + state.where() + " was interrupted while it connected");
+    const Error error(ErrorKind::kInterrupted,
+                      "fccl " + state.where() + " was interrupted while it connected");
     connector.give_up(error.what());
     state.fail(error);
     throw;

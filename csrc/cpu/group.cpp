@@ -102,9 +102,10 @@ void Call::settle() {
 
 void Call::arrive() {
   Control& control = state_.control();
-  // Free by I4. Without the note: no call that arrives here was rejected.
+  // Free by I4. Only rejected calls have a note.
   void* line = &control.descriptions[number_ % kDescriptionLines].description;
-  std::memcpy(line, &description_, kCompared);
+  std::memcpy(line, &description_,
+              description_.collective == Collective::kRejected ? sizeof(Description) : kCompared);
   state_.publish(control.progress.arrived, number_);
 }
 
@@ -264,32 +265,26 @@ void Group::gate(const Description& description, const Deadline& deadline) {
   });
 }
 
-void Group::reject(const std::string& why) noexcept {
+void Group::reject(const std::string& why, const Deadline& deadline) noexcept {
   State& state = *state_;
   if (!state.connected || state.world_size() == 1 || state.failed.load() || state.left.load() ||
       state.generation != fork_generation()) {
     return;
   }
-  const std::uint64_t number = state.sequence.load(std::memory_order_relaxed) + 1;
-  // Line `number` was last used for number - kDescriptionLines, which peers are done with if all of
-  // them have arrived one later (I2). How far they are is looked up only when it matters.
-  if (number >= state.settled + kDescriptionLines) {
-    std::uint64_t settled = number - 1;
-    for (const Control* control : state.controls) {
-      settled = std::min(settled, control->progress.arrived.load(std::memory_order_acquire));
-    }
-    state.settled = settled;
-  }
-  if (number >= state.settled + kDescriptionLines) {
-    // Skipping the number would pair later calls wrongly, without anybody noticing.
-    state.fail(Error(ErrorKind::kSystem, "fccl " + state.where() + ": " + std::to_string(kDescriptionLines - 1) +
-                                             " calls in a row were rejected here before a peer came to the first; " +
-                                             "the last: " + why));
-    return;
-  }
   Description description;
   description.collective = Collective::kRejected;
   description.set_note(why);
+  const std::uint64_t number = state.sequence.load(std::memory_order_relaxed) + 1;
+  // Line `number` was last used for number - kDescriptionLines, which peers are done with if all of
+  // them have arrived one later (I2). If that is not known, do as other calls do and see the peers arrive
+  // at the last number first: skipping this number would pair later calls wrongly.
+  if (number >= state.settled + kDescriptionLines) {
+    try {
+      run_call(state, description, deadline, [](Call& call) { call.arrive(); });
+    } catch (...) {  // the group has failed, and says so from now on
+    }
+    return;
+  }
   state.sequence.store(number, std::memory_order_relaxed);
   state.control().descriptions[number % kDescriptionLines].description = description;
   state.publish(state.control().progress.arrived, number);

@@ -89,8 +89,9 @@ class Group {
   void gate(const Description& call, const Deadline& deadline);
 
   // Takes a number for a call that this rank refuses and tells the peers, so that they raise an
-  // error too instead of waiting; does not wait for them.
-  void reject(const std::string& why) noexcept;
+  // error too instead of waiting. Does not wait for them, unless a dozen refused calls in a row are
+  // ahead of a peer already. Trouble fails the group and shows in the next call.
+  void reject(const std::string& why, const Deadline& deadline) noexcept;
 
   // ---- failure ----
 

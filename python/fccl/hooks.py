@@ -240,7 +240,7 @@ class _WatchedJoinHook(JoinHook):
         # Here all ranks are out of data, and none has left: the one place where all of them can change the
         # number of collectives per bucket alike. (An exception that leaves the context early does not come
         # by; then the ranks go on counting who has data, at the cost of one small all_reduce per bucket.)
-        pass
+        self._state.divide_by_active_ranks = False
         self._inner.post_hook(is_last_joiner)
 
 

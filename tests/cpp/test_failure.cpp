@@ -249,7 +249,8 @@ TEST(Failure, TroubleOfOneRankInTheHandshakeIsAJointDecision) {
         const auto start = Clock::now();
         require(!group.connect(Deadline::after(std::chrono::seconds(20))), "it connected");
         require(Clock::now() - start < std::chrono::seconds(3), "the ranks waited for their deadline");
-        require(group.why_not().find("rank 2") != std::string::npos || group.why_not().find("trouble") != std::string::npos,
+        require(group.why_not().find("rank 2") != std::string::npos ||
+                    group.why_not().find("trouble") != std::string::npos,
                 group.why_not());
       },
       30, false);

@@ -1,0 +1,284 @@
+"""What goes wrong on one rank, or at an awkward moment, neither hangs nor miscounts, and leaves the group usable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fccl
+from fccl_testing import run_ranks
+
+# Longer than any test may take: what ends sooner was not ended by the group's timeout.
+LONG = {"timeout": timedelta(seconds=30)}
+ENGINES = pytest.mark.parametrize("shm", ["shared-memory", "inner"])
+
+
+def environment(shm):
+    return {"FCCL_SHM": None if shm == "shared-memory" else "0"}
+
+
+def right_sums(rank, world_size, times=3):
+    for i in range(times):
+        tensor = torch.full((5 + i,), float(rank + 1 + i))
+        dist.all_reduce(tensor)
+        assert tensor.eq(world_size * (world_size + 1) / 2 + world_size * i).all(), (i, tensor)
+
+
+def wait_for(path, limit=20.0):
+    """Until another rank has made the file."""
+    deadline = time.monotonic() + limit
+    while not os.path.exists(path):
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+# ---- calls that one rank cannot make ----
+
+
+@contextlib.contextmanager
+def little_memory(megabytes):
+    """At most so much new memory for this process."""
+    with open("/proc/self/status") as file:
+        (size,) = [int(line.split()[1]) for line in file if line.startswith("VmSize:")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, ((size + megabytes * 1024) * 1024, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def no_memory_for_the_copy(rank, world_size):
+    right_sums(rank, world_size)
+    tensor = torch.ones(8192, 8192).t()  # 256 MB, and as much again for a contiguous copy
+    start = time.monotonic()
+    if rank == 0:
+        with little_memory(50), pytest.raises((RuntimeError, MemoryError), match="memory|alloc"):
+            dist.all_reduce(tensor)
+    else:
+        with pytest.raises(dist.DistBackendError, match="rank 0"):
+            dist.all_reduce(tensor)
+    assert time.monotonic() - start < 10
+    right_sums(rank, world_size)
+    dist.all_reduce(tensor)
+    assert tensor.eq(2).all(), "the call that failed has changed a tensor"
+    right_sums(rank, world_size)
+
+
+@pytest.mark.timeout(60)
+def test_a_call_without_memory_for_its_copy_fails_on_every_rank():
+    run_ranks(no_memory_for_the_copy, 2, timeout=50, init_kwargs=LONG)
+
+
+def many_refused(rank, world_size, refused_on, bursts):
+    right_sums(rank, world_size)
+    start = time.monotonic()
+    for burst in bursts:
+        for _ in range(burst):
+            if rank in refused_on:
+                with pytest.raises((TypeError, ValueError, RuntimeError), match="band"):
+                    dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
+            else:
+                with pytest.raises(dist.DistBackendError, match="rank 0"):
+                    dist.all_reduce(torch.ones(3))
+        right_sums(rank, world_size)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("refused_on", [(0,), (0, 1)], ids=["one rank", "both ranks"])
+@pytest.mark.parametrize("bursts", [(10, 10, 10, 10), (40,)], ids=["in bursts", "at once"])
+def test_many_refused_calls_in_a_row(refused_on, bursts):
+    """A refused call returns without its peers, so that this rank runs ahead: none may be lost or repeated."""
+    run_ranks(many_refused, 2, refused_on, bursts, timeout=30)
+
+
+# ---- signals ----
+
+
+def terminated_while_waiting(rank, world_size, operation, folder):
+    """The handler's collective comes after the one that the signal found under way."""
+
+    def collective():
+        tensor = torch.full((3,), 10.0 + rank)
+        if operation == "broadcast":
+            dist.broadcast(tensor, src=0)
+            return tensor.eq(10).all().item()
+        dist.all_reduce(tensor)
+        return tensor.eq(21).all().item()
+
+    right_sums(rank, world_size)
+    joins = Path(folder, "rank 1 joins")
+    if rank == 1:
+        time.sleep(1)
+        joins.touch()
+        right_sums(rank, world_size, times=1)
+        assert collective()
+    else:
+        handled = []
+
+        def handler(number, frame):
+            handled.append((number, joins.exists(), collective()))
+
+        signal.signal(signal.SIGTERM, handler)
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        right_sums(rank, world_size, times=1)
+        timer.join()
+        assert handled == [(signal.SIGTERM, True, True)]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    right_sums(rank, world_size)
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("operation", ["broadcast", "all_reduce"])
+def test_a_handler_may_issue_a_collective(operation, tmp_path):
+    run_ranks(terminated_while_waiting, 2, operation, str(tmp_path), timeout=30)
+
+
+# ---- abort, destruction, exit ----
+
+
+def aborted_while_waiting(rank, world_size, shm, folder):
+    right_sums(rank, world_size)
+    assert fccl.backend_of().engine == shm
+    done = Path(folder, "done")
+    if rank == 1:
+        wait_for(done)
+        return
+    try:
+        start = time.monotonic()
+        timer = threading.Timer(0.5, fccl.backend_of().abort)
+        timer.start()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(3))
+        assert 0.4 < time.monotonic() - start < 3
+        timer.join()
+    finally:
+        done.touch()
+
+
+@pytest.mark.timeout(50)
+@ENGINES
+def test_abort_ends_a_waiting_call(shm, tmp_path):
+    run_ranks(
+        aborted_while_waiting,
+        2,
+        shm,
+        str(tmp_path),
+        timeout=40,
+        init_kwargs=LONG,
+        env=environment(shm),
+    )
+
+
+def destroyed_while_pending(rank, world_size, shm, folder):
+    right_sums(rank, world_size)
+    assert fccl.backend_of().engine == shm
+    done = Path(folder, "done")
+    if rank == 1:
+        wait_for(done)
+        return
+    try:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        start = time.monotonic()
+        dist.destroy_process_group()
+        with pytest.raises(RuntimeError):
+            work.wait()
+        assert time.monotonic() - start < 10
+    finally:
+        done.touch()
+
+
+@pytest.mark.timeout(50)
+@ENGINES
+def test_destroy_with_a_pending_collective(shm, tmp_path):
+    run_ranks(
+        destroyed_while_pending,
+        2,
+        shm,
+        str(tmp_path),
+        timeout=40,
+        init_kwargs=LONG,
+        env=environment(shm),
+        full_exit=True,
+    )
+
+
+def slow_callback(future):
+    time.sleep(0.2)
+    return future.value()[0] * 2
+
+
+def ends_during_callbacks(rank, world_size, destroy):
+    right_sums(rank, world_size)
+    time.sleep(0.1 * rank)  # so that rank 0's callbacks run when its main thread is done
+    for _ in range(3):
+        dist.all_reduce(torch.ones(10), async_op=True).get_future().then(slow_callback)
+    if not destroy:
+        dist.destroy_process_group = lambda *a, **k: None  # the program just ends
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("destroy", [False, True], ids=["just ends", "destroys"])
+def test_end_while_python_callbacks_run(destroy):
+    """Threads that want the GIL of an interpreter that is gone would end the process with an abort."""
+    run_ranks(ends_during_callbacks, 2, destroy, timeout=30, full_exit=True)
+
+
+# ---- fork ----
+
+
+def forked_by_another_thread(rank, world_size, folder):
+    right_sums(rank, world_size)
+    joins = Path(folder, "rank 1 joins")
+    if rank == 1:
+        wait_for(joins)
+        right_sums(rank, world_size)
+        return
+    texts = []
+
+    def fork_and_listen():
+        time.sleep(0.3)  # the main thread waits in its collective by now
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                dist.all_reduce(torch.ones(3))
+                text = "no error"
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+            os.write(writing, text.encode())
+            os._exit(0)
+        os.close(writing)
+        try:
+            ready, _, _ = select.select([reading], [], [], 5)
+            texts.append(os.read(reading, 65536).decode() if ready else "the child hangs")
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(reading)
+            joins.touch()
+
+    thread = threading.Thread(target=fork_and_listen)
+    thread.start()
+    right_sums(rank, world_size)
+    thread.join()
+    (text,) = texts
+    assert "fork" in text, text
+
+
+@pytest.mark.timeout(40)
+def test_child_forked_during_a_collective(tmp_path):
+    run_ranks(forked_by_another_thread, 2, str(tmp_path), timeout=30)
