@@ -201,11 +201,15 @@ class Connector {
       segments.push_back(data);
       controls.push_back(reinterpret_cast<const Control*>(data));
     }
-    const std::lock_guard lock(state_.failure_mutex);
-    state_.own.release_descriptor();
-    state_.mapped = std::move(mapped);
-    state_.segments = std::move(segments);
-    state_.controls = std::move(controls);
+    {
+      const std::lock_guard lock(state_.failure_mutex);
+      state_.own.release_descriptor();
+      state_.mapped = std::move(mapped);
+      state_.segments = std::move(segments);
+      state_.controls = std::move(controls);
+    }
+    // From here on a failure shows in our status line; one that came before must not be lost.
+    state_.throw_if_failed();
   }
 
   int member(int rank) const { return state_.members[static_cast<std::size_t>(rank)]; }

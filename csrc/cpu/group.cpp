@@ -35,7 +35,8 @@ Error Group::State::fail(const Error& error) noexcept {
     if (failure) return *failure;
     failure = error;
     // In a forked child the segment is the parent's, who has not failed.
-    if (connected && own.data() != nullptr && !left.load() && generation == fork_generation()) {
+    // From when the peers' segments are mapped, ours is by them: not only once connect() has returned.
+    if (!controls.empty() && own.data() != nullptr && !left.load() && generation == fork_generation()) {
       StatusLine& status = control().status;
       status.kind = static_cast<std::uint32_t>(error.kind());
       status.failed_at = sequence.load();

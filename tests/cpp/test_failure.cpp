@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -257,30 +258,38 @@ TEST(Failure, TroubleOfOneRankInTheHandshakeIsAJointDecision) {
   for (const auto& result : results) EXPECT_EQ(result.exit_code, 0) << result.message;
 }
 
-// A rank that gives up during the set-up tells the others.
+// A rank that gives up at any moment of the set-up, or soon after, is noticed by the other at once.
 TEST(Failure, ARankThatGivesUpInTheSetUpIsNoticed) {
-  const auto results = run_ranks(
-      2,
-      [](Group& group) {
-        if (group.rank() == 1) {
-          std::thread([&] {
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
-            group.abort("the test says so");
-          }).detach();
-        }
-        try {
-          group.connect(Deadline::after(std::chrono::seconds(20)));
-          // The abort may come after the set-up; then the next collective says so.
-          barrier(group, 20000);
-          throw std::runtime_error("no error was raised");
-        } catch (const Error& error) {
-          require(error.kind() == ErrorKind::kAborted || error.kind() == ErrorKind::kPeerFailed ||
-                      error.kind() == ErrorKind::kPeerDied || error.kind() == ErrorKind::kPeerLeft,
-                  error.what());
-        }
-      },
-      30, false);
-  for (const auto& result : results) EXPECT_EQ(result.exit_code, 0) << result.message;
+  for (int microseconds = 0; microseconds < 3000; microseconds += 200) {
+    const auto results = run_ranks(
+        2,
+        [&](Group& group) {
+          std::thread aborter;
+          if (group.rank() == 1) {
+            aborter = std::thread([&] {
+              std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+              group.abort("the test says so");
+            });
+          }
+          const auto start = Clock::now();
+          std::optional<Error> error;
+          try {
+            group.connect(Deadline::after(std::chrono::seconds(20)));
+            while (true) barrier(group, 20000);
+          } catch (const Error& caught) {
+            error = caught;
+          }
+          if (aborter.joinable()) aborter.join();
+          require(error->kind() == ErrorKind::kAborted || error->kind() == ErrorKind::kPeerFailed,
+                  error->what());
+          require(std::string(error->what()).find("the test says so") != std::string::npos, error->what());
+          require(Clock::now() - start < std::chrono::seconds(5), "it took its time");
+          std::this_thread::sleep_for(std::chrono::milliseconds(200));  // a rank that is gone is another test
+        },
+        30, false);
+    for (const auto& result : results)
+      EXPECT_EQ(result.exit_code, 0) << microseconds << ": " << result.message;
+  }
 }
 
 TEST(Failure, AForkedChildMayNotUseTheGroup) {
