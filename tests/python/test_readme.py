@@ -58,12 +58,13 @@ def test_python_block(block, tmp_path):
     script = tmp_path / "train.py"
     # The group's engine is looked at before it is gone: an example that fell back to Gloo proves little.
     probe = """
-import atexit, torch.distributed as _dist
+import os as _os, torch.distributed as _dist
 _destroy = _dist.destroy_process_group
 def _checked(*args, **kwargs):
     import fccl as _fccl
     if _dist.is_initialized():
-        print("ENGINE", _fccl.backend_of().engine, flush=True)
+        # One write: both ranks share the pipe, and pieces of print() would mix.
+        _os.write(1, f"ENGINE {_fccl.backend_of().engine}\\n".encode())
     return _destroy(*args, **kwargs)
 _dist.destroy_process_group = _checked
 """
