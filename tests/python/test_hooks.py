@@ -782,7 +782,7 @@ def models_come_and_go(rank, world_size, hook, form):
     gc.collect()
     gc.disable()
     try:
-        for i in range(40):
+        for i in range(80):
             ddp = DistributedDataParallel(Steered(torch.zeros(1 << 20)))
             attach(ddp, hook, form)
             ddp(torch.ones(1 << 20)).sum().backward()
@@ -800,9 +800,12 @@ def models_come_and_go(rank, world_size, hook, form):
 @both_hooks
 @pytest.mark.parametrize("form", FORMS)
 def test_model_and_hook_are_freed(rank_pool, backend, hook, form):
-    """Thirty models with a bucket of 4 MB each: if only the buckets stayed, that were 120 MB."""
+    """Seventy models with a bucket of 4 MB each: if only the buckets stayed, that were 280 MB.
+
+    Threads that complete Futures free memory into arenas of their own, which may keep some tens of MB.
+    """
     for growth in rank_pool(2, backend).run(models_come_and_go, hook, form):
-        assert growth < 60
+        assert growth < 140
 
 
 @pytest.mark.parametrize("hook", [hooks.AllReduce(), hooks.BF16Compress()], ids=repr)
