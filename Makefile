@@ -64,7 +64,7 @@ $(STAMPS)/venv:
 	touch $@
 
 $(TORCH_STAMP): $(STAMPS)/venv
-	$(PIP) install '$(TORCH)' numpy ninja 'cmake>=3.25' 'scikit-build-core>=0.10' 'pybind11>=2.13,<3.1'
+	$(PIP) install '$(TORCH)' numpy ninja 'cmake>=3.25' 'scikit-build-core>=0.10'
 	$(PY) -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS).new
 	mv $(CONSTRAINTS).new $(CONSTRAINTS)
 	rm -f $(STAMPS)/torch-* $(STAMPS)/installed $(STAMPS)/lint

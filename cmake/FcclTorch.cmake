@@ -1,11 +1,10 @@
 # Finds torch by asking the interpreter that will import fccl. find_package(Torch) is not used: with
 # a CUDA build of torch it insists on the whole CUDA toolkit, which fccl does not need.
 find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
-find_package(pybind11 CONFIG REQUIRED)
 
 execute_process(
   COMMAND ${Python_EXECUTABLE} -c
-    "import torch, torch.utils.cpp_extension as e; print(torch.__version__); print(torch.version.cuda or ''); print('|'.join(e.include_paths())); print('|'.join(e.library_paths())); print(int(torch._C._GLIBCXX_USE_CXX11_ABI))"
+    "import torch; from torch.utils.cpp_extension import include_paths, library_paths; print(torch.__version__); print(torch.version.cuda or ''); print('|'.join(include_paths())); print('|'.join(library_paths())); print(int(torch._C._GLIBCXX_USE_CXX11_ABI))"
   OUTPUT_VARIABLE fccl_torch_facts
   ERROR_VARIABLE fccl_torch_error
   RESULT_VARIABLE fccl_torch_result
@@ -26,30 +25,11 @@ string(REPLACE "|" ";" fccl_torch_libdirs "${fccl_torch_libdirs}")
 list(GET fccl_torch_includes 0 fccl_torch_include)
 message(STATUS "fccl: torch ${FCCL_TORCH_VERSION} (CUDA: '${FCCL_TORCH_CUDA}') in ${fccl_torch_include}")
 
-# torch bundles its own pybind11, and types bind across modules only where both have the same
-# internals version. We compile against torch's copy; pybind11's package gives the CMake helpers.
-file(STRINGS ${fccl_torch_include}/pybind11/detail/internals.h fccl_torch_internals
-  REGEX "define PYBIND11_INTERNALS_VERSION [0-9]+")
-if(NOT fccl_torch_internals)
+# torch bundles its own pybind11, and types bind across modules only where both have the same internals
+# version. So torch's copy is the one compiled against, and no other is asked for.
+if(NOT EXISTS ${fccl_torch_include}/pybind11/pybind11.h)
   message(FATAL_ERROR "no pybind11 among torch's headers in ${fccl_torch_include}: is this torch complete?")
 endif()
-get_target_property(fccl_pybind_include pybind11::headers INTERFACE_INCLUDE_DIRECTORIES)
-foreach(dir IN LISTS fccl_pybind_include)
-  if(EXISTS ${dir}/pybind11/detail/internals.h)
-    file(STRINGS ${dir}/pybind11/detail/internals.h fccl_package_internals
-      REGEX "define PYBIND11_INTERNALS_VERSION [0-9]+")
-    if(NOT fccl_package_internals STREQUAL fccl_torch_internals)
-      message(FATAL_ERROR
-        "the pybind11 package in ${dir} (${fccl_package_internals}) and the copy inside torch "
-        "(${fccl_torch_internals}) do not share types. Install a pybind11 with torch's internals "
-        "version, e.g. pip install 'pybind11<3.1'.")
-    endif()
-  endif()
-endforeach()
-# Out of the include path with the package's headers: torch's own must be the ones found.
-set_target_properties(pybind11::headers PROPERTIES
-  INTERFACE_INCLUDE_DIRECTORIES "${fccl_torch_include};${Python_INCLUDE_DIRS}"
-  INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${fccl_torch_include};${Python_INCLUDE_DIRS}")
 
 add_library(fccl_torch INTERFACE)
 target_include_directories(fccl_torch SYSTEM INTERFACE ${fccl_torch_includes})

@@ -32,24 +32,29 @@ def load() -> ModuleType:
 
     if not torch.distributed.is_available():
         raise ImportError("fccl needs a torch built with distributed support, and this one is not")
-    if importlib.util.find_spec("fccl._C") is None:
-        raise ImportError(
-            "fccl's compiled module is missing: it is not built. In fccl's source folder, with a C++20 "
-            f"compiler, run: {_REBUILD}"
-        )
+    missing = ImportError(
+        "fccl's compiled module is missing: it is not built. In fccl's source folder, with a C++20 "
+        f"compiler, run: {_REBUILD}"
+    )
     try:
-        module = importlib.import_module("fccl._C")
-    except ImportError as error:
-        raise ImportError(
-            f"fccl's compiled module does not load with torch {torch.__version__}: {error}\n"
-            f"It was probably built for another torch. In fccl's source folder run: {_REBUILD}"
-        ) from error
-    built_for = str(module.build_info()["torch_version"])
+        built_for = str(importlib.import_module("fccl._build").TORCH_VERSION)
+    except ModuleNotFoundError:
+        raise missing from None
+    if importlib.util.find_spec("fccl._C") is None:
+        raise missing
+    # Before the module is loaded: against another torch it may do worse than not load.
     if _minor(built_for) != _minor(torch.__version__):
         raise ImportError(
             f"fccl was built for torch {built_for} and torch {torch.__version__} is installed; c10d has no "
             f"stable binary interface. In fccl's source folder run: {_REBUILD}"
         )
+    try:
+        module = importlib.import_module("fccl._C")
+    except ImportError as error:
+        raise ImportError(
+            f"fccl's compiled module, built for torch {built_for}, does not load with torch "
+            f"{torch.__version__}: {error}\nIn fccl's source folder run: {_REBUILD}"
+        ) from error
     # Threads are joined while the interpreter still works, and peers learn that this rank left.
     atexit.register(module.shutdown_all)
     _module = module

@@ -744,6 +744,10 @@ def subgroups(rank, world_size, hook, form):
     ddp(torch.full((3,), 2.0 * rank)).sum().backward()
     assert (ddp.module.parameters_[0].grad == (1.0 if rank < 2 else 4.0)).all()
     dist.barrier()
+    # The model first. If it held the last reference to the group, DDP's reducer would join Gloo's threads
+    # with the GIL held, and a thread of Gloo's that drops a finished call may just then want the GIL: torch
+    # hangs there now and then, hook or no hook.
+    del ddp
     dist.destroy_process_group(group)
 
 
