@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "c10d/process.h"
@@ -73,7 +74,7 @@ void Executor::finish_now(const WorkPtr& work, std::function<void()> body) {
   } catch (...) {
     // Ctrl-C while others' work was in the way: this call still has its number, so it must be made.
     std::lock_guard lock(mutex_);
-    start_worker();
+    start_worker();  // if that fails, by whoever waits next
     throw;
   }
 }
@@ -87,18 +88,30 @@ void Executor::end_now() {
 
 void Executor::run_later(const WorkPtr& work, std::function<void()> body) {
   work->set_body(std::move(body));
-  std::lock_guard lock(mutex_);
-  if (!closed_) start_worker();  // may throw: before the call has a number
-  number(work);
-  queue_.push_back(work);
-  if (!driving_) queued_.notify_one();
+  {
+    std::lock_guard lock(mutex_);
+    number(work);
+    const bool has_worker = start_worker();
+    queue_.push_back(work);
+    if (has_worker) {
+      if (!driving_) queued_.notify_one();
+      return;
+    }
+  }
+  // No thread to be had: here and now, rather than when somebody waits, who may wait for a Future only.
+  wait(*work, std::chrono::milliseconds::zero());
 }
 
-void Executor::start_worker() {
-  if (worker_runs_) return;
+bool Executor::start_worker() {
+  if (worker_runs_) return true;
   SignalsBlocked blocked;
-  worker_ = std::thread([self = shared_from_this()] { self->work_loop(); });
+  try {
+    worker_ = std::thread([self = shared_from_this()] { self->work_loop(); });
+  } catch (const std::system_error&) {
+    return false;
+  }
   worker_runs_ = true;
+  return true;
 }
 
 void Executor::run_front(std::unique_lock<std::mutex>& lock) {
@@ -136,11 +149,10 @@ void Executor::wait(CollectiveWork& work, std::chrono::milliseconds timeout) {
     refuse_nested(work);
     // With a limit of its own this thread must stay free to leave, so the worker drives.
     if (!driving_ && !queue_.empty()) {
-      if (!limited) {
+      if (!limited || !start_worker()) {
         run_front(lock);
         continue;
       }
-      start_worker();
       queued_.notify_one();
     }
     const Clock::time_point slice = std::min(end, Clock::now() + kSlice);

@@ -36,7 +36,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
   // Executes `body` after all earlier work and returns when it is done; throws what it throws.
   template <class Body>
   void run_now(const WorkPtr& work, Body body);
-  // Leaves `body` to the worker, or to whoever waits for it first.
+  // Leaves `body` to the worker, or to whoever waits for it first. If no thread can be started, executes it
+  // before it returns.
   void run_later(const WorkPtr& work, std::function<void()> body);
 
   // Until `work` is done. Throws a DistBackendError when `timeout` passes (zero: no limit of its
@@ -57,7 +58,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void finish_now(const WorkPtr& work, std::function<void()> body);
   void number(const WorkPtr& work);
   void refuse_nested(const CollectiveWork& work) const;
-  void start_worker();
+  bool start_worker();  // false: no thread to be had
   void run_front(std::unique_lock<std::mutex>& lock);
   void work_loop();
 

@@ -248,6 +248,10 @@ Group::~Group() { leave(); }
 int Group::rank() const noexcept { return state_->rank(); }
 int Group::world_size() const noexcept { return state_->world_size(); }
 const std::string& Group::why_not() const noexcept { return state_->why_not; }
+
+bool Group::spins() const noexcept {
+  return state_->waiter && state_->waiter->policy(false, Expect::kProgress).spin.count() > 0;
+}
 std::uint64_t Group::sequence_number() const noexcept {
   return state_->sequence.load(std::memory_order_relaxed);
 }

@@ -71,6 +71,8 @@ class Group {
   // says why. Throws if a peer does not show up before the deadline. Later calls return at once.
   bool connect(const Deadline& deadline);
   const std::string& why_not() const noexcept;
+  // Whether a wait spins before it sleeps: only where each rank of the node has a core of its own.
+  bool spins() const noexcept;
 
   // ---- collectives (connect() must have returned true) ----
 

@@ -70,7 +70,7 @@ Waiter::Waiter(ParkLine* own, const WaitPolicy& policy)
 
 void Waiter::slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect,
                   WaitCheck& check) {
-  const WaitPolicy& policy = policies_[background_thread ? 1 : 0][static_cast<int>(expect)];
+  const WaitPolicy& policy = this->policy(background_thread, expect);
   const Clock::time_point start = Clock::now();
 
   const Clock::time_point spin_end = start + policy.spin;

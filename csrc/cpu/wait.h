@@ -61,6 +61,10 @@ class Waiter {
   // One policy for all waits (tests).
   Waiter(ParkLine* own, const WaitPolicy& policy);
 
+  const WaitPolicy& policy(bool background, Expect expect) const noexcept {
+    return policies_[background ? 1 : 0][static_cast<int>(expect)];
+  }
+
   // Returns when word >= target; everything its owner did before publishing is then visible here.
   void until(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect, WaitCheck& check) {
     if (word.load(std::memory_order_acquire) >= target) [[likely]]

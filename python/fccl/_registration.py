@@ -57,7 +57,7 @@ def create_backend(options: Any, pg_options: Any = None) -> FcclBackend:
         inner = dist.ProcessGroupGloo(store, rank, size, timeout)
         inner.options.global_ranks_in_group = ranks
         inner.options.group_name = name
-        inner._set_sequence_number_for_group()
+        _begin_counting(inner)
         return inner
 
     def make_nccl(store: dist.Store) -> Any:
@@ -70,7 +70,7 @@ def create_backend(options: Any, pg_options: Any = None) -> FcclBackend:
         nccl_options.global_ranks_in_group = ranks
         nccl_options.group_name = name
         inner = nccl(store, rank, size, nccl_options)
-        inner._set_sequence_number_for_group()
+        _begin_counting(inner)
         return inner
 
     if size > 1 and not dist.is_gloo_available():
@@ -88,6 +88,12 @@ def create_backend(options: Any, pg_options: Any = None) -> FcclBackend:
         cuda_factory=make_nccl if nccl is not None else None,
     )
     return backend
+
+
+def _begin_counting(inner: Any) -> None:
+    """Has a backend begin its sequence numbers, which torch 2.14 and later do by themselves (and warn)."""
+    if torch.__version__ < (2, 14):
+        inner._set_sequence_number_for_group()
 
 
 def _nccl_class() -> Any:

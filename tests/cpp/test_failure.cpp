@@ -1,6 +1,7 @@
 // What ranks see when one of them dies, leaves, stalls, aborts or is interrupted; and that a rank which
 // waits does not burn the processor.
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -305,6 +306,47 @@ TEST(Failure, AForkedChildMayNotUseTheGroup) {
     require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child was let in");
     barrier(group, 10000);
   });
+}
+
+// Three ranks share two cores: a group of two of them has no core for each rank of the machine either.
+TEST(Waiting, WhetherToSpinIsDecidedByTheRanksOfTheNode) {
+  cpu_set_t usable;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof(usable), &usable), 0);
+  if (CPU_COUNT(&usable) < 2) GTEST_SKIP() << "needs two cores";
+  const auto use_two_cores = [&usable] {
+    cpu_set_t two;
+    CPU_ZERO(&two);
+    for (std::size_t cpu = 0; CPU_COUNT(&two) < 2; ++cpu) {
+      if (CPU_ISSET(cpu, &usable)) CPU_SET(cpu, &two);
+    }
+    require(::sched_setaffinity(0, sizeof(two), &two) == 0, "no affinity");
+  };
+  const test::TemporaryDirectory directory;
+  const auto all_return = [](const std::vector<test::RankResult>& results) {
+    for (const auto& result : results) EXPECT_EQ(result.exit_code, 0) << result.message;
+  };
+  all_return(run_ranks(
+      2,
+      [&](Group& group) {
+        use_two_cores();
+        require(group.connect(Deadline::after(std::chrono::seconds(20))), group.why_not());
+        require(group.spins(), "two ranks on two cores do not spin");
+      },
+      30, false));
+  all_return(run_ranks(
+      3,
+      [&](Group& group) {
+        use_two_cores();
+        require(group.connect(Deadline::after(std::chrono::seconds(20))), group.why_not());
+        require(!group.spins(), "three ranks on two cores spin");
+        if (group.rank() != 2) {
+          Group pair({group.rank(), 2, "pair", std::make_shared<test::DirectoryStore>(directory.path())});
+          require(pair.connect(Deadline::after(std::chrono::seconds(20))), pair.why_not());
+          require(!pair.spins(), "two of three ranks on two cores spin");
+        }
+        barrier(group, 20000);
+      },
+      30, false));
 }
 
 TEST(Waiting, ALongWaitCostsLittleProcessorTime) {

@@ -81,6 +81,105 @@ def test_a_call_without_memory_for_its_copy_fails_on_every_rank():
     run_ranks(no_memory_for_the_copy, 2, timeout=50, init_kwargs=LONG)
 
 
+def no_thread_can_be_started():
+    try:
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+    except RuntimeError:
+        return True
+    return False
+
+
+def no_thread_for_the_worker(rank, world_size):
+    right_sums(rank, world_size)
+    tensors = [torch.full((n,), float(rank)) for n in (3, 100_000, 1)]
+    if rank == 0:
+        with little_memory(4):
+            assert no_thread_can_be_started()
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            assert all(work.is_completed() for work in works)
+            values = [work.get_future().then(lambda future: future.value()[0].sum().item()) for work in works]
+            assert [value.wait() for value in values] == [3, 100_000, 1]
+            works = [dist.all_reduce(torch.ones(2), async_op=True)]
+            assert works[0].wait(timedelta(seconds=5))  # a limit would be kept by the worker's help
+    else:
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in [*tensors, torch.ones(2)]]
+        for work in works:
+            work.wait()
+    assert all(tensor.eq(1).all() for tensor in tensors)
+    right_sums(rank, world_size)
+    work = dist.all_reduce(tensors[0], async_op=True)  # there are threads again
+    work.wait()
+    assert tensors[0].eq(2).all()
+
+
+@pytest.mark.timeout(60)
+def test_asynchronous_calls_without_a_thread_to_start():
+    run_ranks(no_thread_for_the_worker, 2, timeout=50, init_kwargs=LONG)
+
+
+def no_thread_for_the_callbacks(rank, world_size):
+    right_sums(rank, world_size)
+    dist.all_reduce(torch.ones(1), async_op=True).wait()  # the worker is there
+    tensor = torch.full((3,), float(rank))
+    if rank == 0:
+        with little_memory(4):
+            assert no_thread_can_be_started()
+            work = dist.all_reduce(tensor, async_op=True)
+            threads = work.get_future().then(
+                lambda future: (future.value()[0].clone(), threading.get_ident())
+            )
+            assert not work.is_completed(), "rank 1 should be late"
+            value, thread = threads.wait()
+        assert value.eq(1).all() and thread != threading.get_ident()
+    else:
+        time.sleep(0.5)
+        dist.all_reduce(tensor)
+    right_sums(rank, world_size)
+
+
+@pytest.mark.timeout(60)
+def test_callbacks_without_a_thread_to_start():
+    run_ranks(no_thread_for_the_callbacks, 2, timeout=50, init_kwargs=LONG)
+
+
+# ---- memory that Gloo has been given ----
+
+
+def aborted_inside_gloo(rank, world_size, folder):
+    """Rank 0 gives up while Gloo is writing into buffers of fccl's, in the middle of a gather."""
+    right_sums(rank, world_size)
+    side = 9000
+    tensor = torch.full((side, side), rank, dtype=torch.int8).t()
+    for _ in range(2):  # Gloo's first use of a connection is slow
+        dist.gather(torch.ones(3), [torch.ones(3) for _ in range(world_size)] if rank == 0 else None)
+    backend, inner_went_on = fccl.backend_of(), Path(folder, "rank 0 has given up")
+    # Strided outputs: what Gloo writes to is fccl's own, and freed memory of this size is unmapped at once.
+    outputs = (
+        [torch.empty(side, side, dtype=torch.int8).t() for _ in range(world_size)] if rank == 0 else None
+    )
+    if rank == 0:
+        work = dist.gather(tensor, outputs, async_op=True)
+        time.sleep(0.02)
+        backend.abort()
+        with pytest.raises(RuntimeError):
+            work.wait()
+        del work, outputs
+        inner_went_on.touch()
+        time.sleep(1)  # Gloo's threads work on
+    else:
+        with contextlib.suppress(RuntimeError):
+            dist.gather(tensor, None)
+        wait_for(inner_went_on)
+        time.sleep(1)
+
+
+@pytest.mark.timeout(60)
+def test_gloo_keeps_what_it_was_given(tmp_path):
+    run_ranks(aborted_inside_gloo, 3, str(tmp_path), timeout=50, init_kwargs=LONG)
+
+
 def many_refused(rank, world_size, refused_on, bursts):
     right_sums(rank, world_size)
     start = time.monotonic()
