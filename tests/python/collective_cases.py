@@ -31,6 +31,8 @@ OPS = {
     name: getattr(dist.ReduceOp, name.upper())
     for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 }
+WORLD_SIZES = (1, 2, 3, 4)
+REFUSED = (TypeError, ValueError, RuntimeError)  # what a call that cannot be made may raise
 BITWISE = ("band", "bor", "bxor")
 MOST_ELEMENTS = (1 << 20) + 3
 
@@ -177,3 +179,7 @@ class Digest:
 
     def text(self) -> str:
         return self._hash.hexdigest()
+
+
+def one_digest(results: list[str]) -> None:
+    assert len(set(results)) == 1, f"ranks hold different bits: {results}"

@@ -1,0 +1,163 @@
+"""fccl.hooks in ``DDP.join()``: what the sum is divided by, and what remains afterwards."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import fccl
+from hooks_testing import (
+    Net,
+    SparseNet,
+    Steered,
+    attach,
+    backends,
+    batch,
+    both_hooks,
+    same_on_all_ranks,
+)
+
+
+def train_in_join(ddp, rank, steps_of_rank, divide):
+    """Gradients of each of this rank's steps, and the weights after the context."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    seen = []
+    with ddp.join(divide_by_initial_world_size=divide):
+        for step in range(steps_of_rank[rank]):
+            optimizer.zero_grad()
+            ddp(batch(rank, step).double()).square().mean().backward()
+            seen.append([p.grad.clone() for p in ddp.parameters()])
+            optimizer.step()
+    return seen, [p.detach().clone() for p in ddp.parameters()]
+
+
+def join_like_ddp(rank, world_size, hook, steps_of_rank, options):
+    torch.manual_seed(5)
+    net = Net().double()  # in which the steps before do not tell
+    options = {"bucket_cap_mb": 0.05, **options}
+    tolerance = 1e-12 if hook == "AllReduce" else 2**-6
+    plain = DistributedDataParallel(copy.deepcopy(net), **options)
+    hooked = DistributedDataParallel(copy.deepcopy(net), **options)
+    attach(hooked, hook)
+    for divide in (False, True, False):  # a later context may choose anew
+        expected, expected_weights = train_in_join(plain, rank, steps_of_rank, divide)
+        actual, weights = train_in_join(hooked, rank, steps_of_rank, divide)
+        assert len(actual) == len(expected) == steps_of_rank[rank]
+        for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+            for a, b in zip(ours, theirs, strict=True):
+                assert (a - b).abs().max() <= tolerance * b.abs().max() + 1e-9, (divide, step)
+        for a, b in zip(weights, expected_weights, strict=True):
+            assert torch.allclose(a, b, rtol=10 * tolerance, atol=10 * tolerance)
+        assert same_on_all_ranks(weights)
+
+
+@backends
+@both_hooks
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str
+)
+def test_join_divides_as_ddp_does(rank_pool, backend, hook, options):
+    rank_pool(3, backend).run(join_like_ddp, hook, [4, 2, 3], options)
+
+
+def join_divisor(rank, world_size, hook, form):
+    ddp = DistributedDataParallel(Steered(torch.zeros(40000)))
+    attach(ddp, hook, form)
+    seen = {}
+    for divide in (True, False):
+        with ddp.join(divide_by_initial_world_size=divide):
+            for step in range(1 + 2 * rank):  # rank 1 is alone from its second step on
+                ddp.zero_grad()
+                ddp(torch.full((40000,), 6.0)).sum().backward()
+                (value,) = ddp.module.parameters_[0].grad.unique().tolist()
+                seen[divide, step] = value
+    return seen
+
+
+@backends
+@both_hooks
+def test_join_divisor(rank_pool, backend, hook):
+    ranks = rank_pool(2, backend).run(join_divisor, hook, "register")
+    assert ranks[0] == {(True, 0): 6.0, (False, 0): 6.0}
+    assert ranks[1] == {
+        (True, 0): 6.0,
+        (True, 1): 3.0,
+        (True, 2): 3.0,
+        (False, 0): 6.0,
+        (False, 1): 6.0,
+        (False, 2): 6.0,
+    }
+
+
+@backends
+def test_join_divisor_of_the_python_form_is_the_world_size(rank_pool, backend):
+    ranks = rank_pool(2, backend).run(join_divisor, "AllReduce", "python")
+    assert ranks[1][True, 1] == ranks[1][False, 1] == 3.0
+
+
+def join_sixteen_bit_and_sparse(rank, world_size, hook):
+    ddp = DistributedDataParallel(Steered(torch.zeros(9, dtype=torch.float16)))
+    attach(ddp, hook)
+    with ddp.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            ddp.zero_grad()
+            ddp(torch.full((9,), 40000.0, dtype=torch.float16)).sum().backward()
+            assert (ddp.module.parameters_[0].grad == 40000).all()
+    net = SparseNet()
+    ddp = DistributedDataParallel(net)
+    attach(ddp, hook)
+    with torch.no_grad():
+        net.linear.weight.zero_()
+    # Two steps at least on each rank: DDP itself cannot shadow a sparse bucket that never had a gradient,
+    # and it makes the buckets anew after the first.
+    with ddp.join(divide_by_initial_world_size=False):
+        for step in range(2 + rank):
+            ddp.zero_grad(set_to_none=True)
+            ddp(torch.tensor([rank]), 4.0).backward()
+            gradient = net.embedding.weight.grad.to_dense()
+            assert (gradient[1] == (2.0 if step < 2 else 4.0)).all(), gradient
+            assert (gradient[0] == (2.0 if step < 2 else 0.0)).all(), gradient
+
+
+@backends
+@both_hooks
+def test_join_with_sixteen_bit_and_sparse_gradients(rank_pool, backend, hook):
+    rank_pool(2, backend).run(join_sixteen_bit_and_sparse, hook)
+
+
+def collectives_around_join(rank, world_size, hook, divide):
+    """The numbers of collectives of one training step, before and after a join context."""
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
+    if hook is not None:
+        attach(ddp, hook)
+
+    def collectives_of_a_step():
+        before = fccl.backend_of().collective_counts()
+        ddp(batch(rank, 0)).square().sum().backward()
+        after = fccl.backend_of().collective_counts()
+        changes = {name: count - before.get(name, 0) for name, count in after.items()}
+        return {name: change for name, change in changes.items() if change}
+
+    for _ in range(3):  # until the buckets are what they will be
+        collectives_of_a_step()
+    first = collectives_of_a_step()
+    with ddp.join(divide_by_initial_world_size=divide):
+        for _ in range(1 + rank):
+            within = collectives_of_a_step()
+    return first, within, collectives_of_a_step()
+
+
+@both_hooks
+@pytest.mark.parametrize("divide", [True, False])
+def test_nothing_of_a_join_context_remains(rank_pool, hook, divide):
+    """DDP itself goes on with its all_reduces of the join context when that is over, the hooks do not."""
+    ranks = rank_pool(2).run(collectives_around_join, hook, divide)
+    plain = rank_pool(2).run(collectives_around_join, None, divide)
+    for (first, within, last), (plain_first, plain_within, plain_last) in zip(ranks, plain, strict=True):
+        buckets = first["all_reduce"]
+        assert buckets > 1
+        assert first == plain_first
+        assert last == plain_last
+        counts_data = 0 if divide else buckets
+        assert within["all_reduce"] == plain_within["all_reduce"] + counts_data
