@@ -9,42 +9,11 @@
 #include <vector>
 
 #include "c10d/process.h"
-#include "c10d/tensors.h"
 
 namespace fccl::c10d_backend {
 namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(100);
-
-at::ScalarType scalar_type_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32: return at::kFloat;
-    case DType::kFloat64: return at::kDouble;
-    case DType::kFloat16: return at::kHalf;
-    case DType::kBFloat16: return at::kBFloat16;
-    case DType::kInt8: return at::kChar;
-    case DType::kInt16: return at::kShort;
-    case DType::kInt32: return at::kInt;
-    case DType::kInt64: return at::kLong;
-    case DType::kBool: return at::kBool;
-    default: return at::kByte;
-  }
-}
-
-at::Tensor tensor_at(const void* data, std::size_t count, DType dtype) {
-  return at::from_blob(const_cast<void*>(data), {static_cast<std::int64_t>(count)},
-                       at::TensorOptions().dtype(scalar_type_of(dtype)));
-}
-
-::c10d::ReduceOp::RedOpType torch_op(ReduceOp op) {
-  return static_cast<::c10d::ReduceOp::RedOpType>(op);  // one order in both enumerations
-}
-static_assert(static_cast<int>(ReduceOp::kAvg) == ::c10d::ReduceOp::AVG &&
-              static_cast<int>(ReduceOp::kBxor) == ::c10d::ReduceOp::BXOR);
-
-std::chrono::milliseconds timeout_for(const Deadline& deadline) {
-  return std::max(deadline.left(std::chrono::hours(24)), std::chrono::milliseconds(1));
-}
 
 // Bool as the engine has it: any true byte is 1; sums are OR and products AND.
 void normalise_bool(const void* input, void* output, std::size_t count) {
@@ -108,7 +77,7 @@ void Carrier::fail_locally(Collective collective, std::uint64_t before, const De
     group_->abort(where + " was interrupted");
     return;
   }
-  if (group_->sequence_number() == before) {
+  if (sequence_number() == before) {
     reject("failed on this rank: " + what, deadline);
     return;
   }
@@ -170,92 +139,21 @@ void Carrier::all_reduce(const void* input, void* output, std::size_t count, DTy
   }
 }
 
-// Gloo rounds 16-bit floats at every hop, has no averages of integers, no int16 and a bool sum that
-// stores the byte 2; so the sum is formed in a wider private buffer and rounded once.
-void Carrier::inner_all_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op,
-                               const Deadline& deadline) {
-  if (count == 0) return;
-  PlainDispatch guard;
-  const at::Tensor from = tensor_at(input, count, dtype);
-  at::Tensor to = tensor_at(output, count, dtype);
-  at::Tensor wide;
-  ReduceOp wide_op = op == ReduceOp::kAvg ? ReduceOp::kSum : op;
-  switch (dtype) {
-    case DType::kFloat16:
-    case DType::kBFloat16: wide = from.to(at::kFloat); break;
-    case DType::kBool:
-      wide = from.view(at::kByte).ne(0).to(at::kByte);
-      if (op == ReduceOp::kSum) wide_op = ReduceOp::kMax;
-      if (op == ReduceOp::kProduct) wide_op = ReduceOp::kMin;
-      break;
-    case DType::kInt16: wide = from.to(op == ReduceOp::kAvg ? at::kLong : at::kInt); break;
-    case DType::kInt8:
-    case DType::kUInt8:
-    case DType::kInt32: wide = op == ReduceOp::kAvg ? from.to(at::kLong) : from.clone(); break;
-    default: wide = from.clone();
-  }
-  std::vector<at::Tensor> tensors{wide};
-  ::c10d::AllreduceOptions options;
-  options.reduceOp = torch_op(wide_op);
-  options.timeout = timeout_for(deadline);
-  wait_for(*inner_->allreduce(tensors, options), deadline);
-  if (op == ReduceOp::kAvg) {
-    if (at::isFloatingType(wide.scalar_type())) {
-      wide.div_(size_);
-    } else {
-      wide.div_(size_, "trunc");
-    }
-  }
-  to.copy_(dtype == DType::kBool ? wide.view(at::kBool) : wide);
-}
-
 void Carrier::all_gather(const void* input, std::span<void* const> outputs,
                          std::span<const std::size_t> counts, DType dtype, bool uneven,
                          const Deadline& deadline) {
-  const std::size_t width = size_of(dtype);
-  const auto mine = static_cast<std::size_t>(rank_);
   switch (connect(deadline)) {
     case Mode::kEngine: group_->all_gather(input, outputs, counts, dtype, uneven, deadline); break;
-    case Mode::kInner: {
-      // Gloo wants equal sizes: everyone sends the largest one.
-      PlainDispatch guard;
-      const std::size_t largest = *std::max_element(counts.begin(), counts.end()) * width;
-      if (largest == 0) return;
-      at::Tensor all = at::empty({static_cast<std::int64_t>(largest) * size_}, at::kByte);
-      at::Tensor own = at::zeros({static_cast<std::int64_t>(largest)}, at::kByte);
-      std::memcpy(own.mutable_data_ptr(), input, counts[mine] * width);
-      ::c10d::AllgatherOptions options;
-      options.timeout = timeout_for(deadline);
-      wait_for(*inner_->_allgather_base(all, own, options), deadline);
-      for (std::size_t r = 0; r < outputs.size(); ++r) {
-        if (counts[r] == 0) continue;
-        std::memcpy(outputs[r], static_cast<const char*>(all.const_data_ptr()) + r * largest,
-                    counts[r] * width);
-      }
-      break;
-    }
+    case Mode::kInner: inner_all_gather(input, outputs, counts, dtype, uneven, deadline); break;
     default:
-      if (outputs[0] != input && counts[0] != 0) std::memmove(outputs[0], input, counts[0] * width);
+      if (outputs[0] != input && counts[0] != 0) std::memmove(outputs[0], input, counts[0] * size_of(dtype));
   }
 }
 
 void Carrier::broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline) {
   switch (connect(deadline)) {
     case Mode::kEngine: group_->broadcast(buffer, count, dtype, root, deadline); break;
-    case Mode::kInner: {
-      if (count == 0) return;
-      // A private buffer: Gloo may go on with it after our wait was given up.
-      PlainDispatch guard;
-      const std::size_t bytes = count * size_of(dtype);
-      std::vector<at::Tensor> tensors{at::empty({static_cast<std::int64_t>(bytes)}, at::kByte)};
-      if (root == rank_) std::memcpy(tensors[0].mutable_data_ptr(), buffer, bytes);
-      ::c10d::BroadcastOptions options;
-      options.rootRank = root;
-      options.timeout = timeout_for(deadline);
-      wait_for(*inner_->broadcast(tensors, options), deadline);
-      if (root != rank_) std::memcpy(buffer, tensors[0].const_data_ptr(), bytes);
-      break;
-    }
+    case Mode::kInner: inner_broadcast(buffer, count, dtype, root, deadline); break;
     default: break;
   }
 }
@@ -264,9 +162,9 @@ void Carrier::barrier(const Deadline& deadline) {
   switch (connect(deadline)) {
     case Mode::kEngine: group_->barrier(deadline); break;
     case Mode::kInner: {
-      ::c10d::BarrierOptions options;
-      options.timeout = timeout_for(deadline);
-      wait_for(*inner_->barrier(options), deadline);
+      Description call;
+      call.collective = Collective::kBarrier;
+      inner_gate(call, deadline);  // everyone has come, so that is all
       break;
     }
     default: break;
@@ -274,11 +172,19 @@ void Carrier::barrier(const Deadline& deadline) {
 }
 
 void Carrier::gate(const Description& call, const Deadline& deadline) {
-  if (connect(deadline) == Mode::kEngine) group_->gate(call, deadline);
+  switch (connect(deadline)) {
+    case Mode::kEngine: group_->gate(call, deadline); break;
+    case Mode::kInner: inner_gate(call, deadline); break;
+    default: break;
+  }
 }
 
 void Carrier::reject(const std::string& why, const Deadline& deadline) {
-  if (connect(deadline) == Mode::kEngine) group_->reject(why, deadline);
+  switch (connect(deadline)) {
+    case Mode::kEngine: group_->reject(why, deadline); break;
+    case Mode::kInner: inner_reject(why, deadline); break;
+    default: break;
+  }
 }
 
 std::map<std::string, std::int64_t> Carrier::counts() const {

@@ -5,6 +5,7 @@
 // Every member but mode() and counts() is called in executor order, by one thread at a time.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -24,6 +25,11 @@
 namespace fccl::c10d_backend {
 
 using BackendPtr = c10::intrusive_ptr<::c10d::Backend>;
+
+// What is left of a call's time, as the inner backend wants it: never zero, which it takes for its default.
+inline std::chrono::milliseconds inner_timeout(const Deadline& deadline) {
+  return std::max(deadline.left(std::chrono::hours(24)), std::chrono::milliseconds(1));
+}
 
 class Carrier {
  public:
@@ -72,7 +78,7 @@ class Carrier {
     count(collective);
   }
 
-  // Compares descriptions where the engine carries the group; else nothing is known to compare.
+  // Compares the ranks' calls; throws on all of them alike if they do not fit.
   void gate(const Description& call, const Deadline& deadline);
   // Tells the peers that this rank refuses its call.
   void reject(const std::string& why, const Deadline& deadline);
@@ -87,10 +93,23 @@ class Carrier {
   void throw_if_failed() const {
     if (const auto failure = group_->failure()) throw Error(*failure);
   }
-  std::uint64_t sequence_number() const noexcept { return group_ ? group_->sequence_number() : 0; }
+  // Calls that have taken their place in the group's order, by whichever engine.
+  std::uint64_t sequence_number() const noexcept {
+    return inner_sequence_ + (group_ ? group_->sequence_number() : 0);
+  }
   void fail_locally(Collective collective, std::uint64_t before, const Deadline& deadline);
+
+  // ---- over the inner backend (carrier_inner.cpp) ----
+  c10::intrusive_ptr<::c10d::Work> send_description(const Description& call, at::Tensor& all,
+                                                    const Deadline& deadline);
+  void inner_gate(const Description& call, const Deadline& deadline);
+  void inner_reject(const std::string& why, const Deadline& deadline);
   void inner_all_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op,
                         const Deadline& deadline);
+  void inner_all_gather(const void* input, std::span<void* const> outputs,
+                        std::span<const std::size_t> counts, DType dtype, bool uneven,
+                        const Deadline& deadline);
+  void inner_broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline);
 
   const int rank_;
   const int size_;
@@ -99,6 +118,7 @@ class Carrier {
   std::unique_ptr<cpu::Group> group_;
   BackendPtr inner_;
   std::atomic<Mode> mode_{Mode::kUnconnected};
+  std::uint64_t inner_sequence_ = 0;  // calls compared over the inner backend
   mutable std::mutex why_mutex_;
   std::string why_inner_;
   std::array<std::atomic<std::int64_t>, kCollectiveCount> counts_{};

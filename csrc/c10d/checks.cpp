@@ -10,8 +10,7 @@ namespace fccl::c10d_backend {
 void FcclBackend::refuse(const Call& call, Fault fault, const std::string& why) {
   const char* name = call.title + sizeof("fccl:") - 1;
   const std::string message = std::string("fccl ") + name + " on rank " + std::to_string(rank_) + ": " + why;
-  const Carrier::Mode mode = carrier_->mode();
-  if (mode == Carrier::Mode::kEngine || mode == Carrier::Mode::kUnconnected) {
+  if (carrier_->mode() != Carrier::Mode::kLocal) {
     try {
       auto work =
           c10::make_intrusive<CollectiveWork>(rank_, call.type, nullptr, Tensors{}, Tensors{}, executor_);

@@ -14,10 +14,6 @@ namespace {
 
 using ::c10d::OpType;
 
-std::chrono::milliseconds timeout_for(const Deadline& deadline) {
-  return std::max(deadline.left(std::chrono::hours(24)), std::chrono::milliseconds(1));
-}
-
 Description describe_call(Collective collective, const at::Tensor& tensor, int root) {
   Description call;
   call.collective = collective;
@@ -82,7 +78,7 @@ FcclBackend::WorkPtr FcclBackend::sparse_all_reduce(const Call& sparse_call, Ten
     if (carrier.size() == 1) return;
     std::vector<at::Tensor> inputs{tensor};
     ::c10d::AllreduceOptions options;
-    options.timeout = timeout_for(deadline);
+    options.timeout = inner_timeout(deadline);
     carrier.wait_for(*carrier.inner()->allreduce(inputs, options), deadline);
     if (op == ReduceOp::kAvg) {
       PlainDispatch guard;
@@ -146,7 +142,7 @@ FcclBackend::WorkPtr FcclBackend::gather(TensorLists& outputs, Tensors& inputs,
     std::vector<at::Tensor> in{bytes_of(from)};
     ::c10d::GatherOptions options;
     options.rootRank = root;
-    options.timeout = timeout_for(deadline);
+    options.timeout = inner_timeout(deadline);
     carrier.wait_for(*carrier.inner()->gather(out, in, options), deadline);
     for (std::size_t r = 0; r < results.size(); ++r) put_back(results[r], list[r]);
   });
@@ -192,7 +188,7 @@ FcclBackend::WorkPtr FcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
     std::vector<at::Tensor> out{bytes_of(result)};
     ::c10d::ScatterOptions options;
     options.rootRank = root;
-    options.timeout = timeout_for(deadline);
+    options.timeout = inner_timeout(deadline);
     carrier.wait_for(*carrier.inner()->scatter(out, in, options), deadline);
     put_back(result, output);
   });
@@ -231,7 +227,7 @@ FcclBackend::WorkPtr FcclBackend::exchange(const Call& c, Tensors outputs, Tenso
       for (auto& count : sends) count *= width;
       for (auto& count : expects) count *= width;
       ::c10d::AllToAllOptions options;
-      options.timeout = timeout_for(deadline);
+      options.timeout = inner_timeout(deadline);
       carrier.wait_for(*carrier.inner()->alltoall_base(to_bytes, from_bytes, expects, sends, options),
                        deadline);
     }
@@ -311,7 +307,7 @@ void FcclBackend::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait
   submit(c, {}, {}, [wait_all_ranks](Carrier& carrier, const Deadline& deadline) {
     if (carrier.size() == 1) return;
     ::c10d::BarrierOptions options;
-    options.timeout = timeout_for(deadline);
+    options.timeout = inner_timeout(deadline);
     carrier.inner()->monitoredBarrier(options, wait_all_ranks);
   });
 }

@@ -16,7 +16,8 @@ using c10::ivalue::Future;
 // 1/n rounded to the tensor's type.
 bool averages_exactly(const ProcessGroupPtr& group, const at::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.is_sparse()) return false;
-  if (!group->hasBackendForDeviceType(at::kCPU)) return false;
+  const auto devices = group->getDeviceTypes();
+  if (std::find(devices.begin(), devices.end(), c10::Device(at::kCPU)) == devices.end()) return false;
   return group->getBackend(at::kCPU)->getBackendName() == "fccl";
 }
 

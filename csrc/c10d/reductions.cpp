@@ -176,8 +176,9 @@ FcclBackend::WorkPtr FcclBackend::_reduce_scatter_base(at::Tensor& output, at::T
 
 FcclBackend::WorkPtr FcclBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const ::c10d::ReduceScatterOptions& opts) {
-  const Call c = call(OpType::REDUCE_SCATTER_TENSOR_COALESCED, Collective::kReduceScatter,
-                      "fccl:reduce_scatter_tensor_coalesced", opts.asyncOp, opts.timeout);
+  // torch 2.12 has a name of its own for this one; 2.11 does not.
+  const Call c = call(OpType::COALESCED, Collective::kReduceScatter, "fccl:reduce_scatter_tensor_coalesced",
+                      opts.asyncOp, opts.timeout);
   if (!inputs.empty() && inputs[0].is_cuda()) {
     return cuda(c, inputs[0]).reduce_scatter_tensor_coalesced(outputs, inputs, opts);
   }

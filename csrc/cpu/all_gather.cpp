@@ -120,6 +120,18 @@ std::uint64_t fingerprint(std::span<const std::size_t> counts) {
 
 }  // namespace
 
+Description describe_all_gather(std::span<const std::size_t> counts, int rank, DType dtype, bool uneven) {
+  Description description;
+  description.collective = Collective::kAllGather;
+  description.dtype = dtype;
+  description.count = counts[static_cast<std::size_t>(rank)];
+  if (uneven) {
+    description.flags = Description::kUneven;
+    description.output_count = fingerprint(counts);
+  }
+  return description;
+}
+
 void Group::all_gather(const void* input, std::span<void* const> outputs, std::span<const std::size_t> counts,
                        DType dtype, bool uneven, const Deadline& deadline) {
   if (outputs.size() != static_cast<std::size_t>(world_size()) || counts.size() != outputs.size()) {
@@ -129,14 +141,7 @@ void Group::all_gather(const void* input, std::span<void* const> outputs, std::s
     reject(why, deadline);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }
-  Description description;
-  description.collective = Collective::kAllGather;
-  description.dtype = dtype;
-  description.count = counts[static_cast<std::size_t>(rank())];
-  if (uneven) {
-    description.flags = Description::kUneven;
-    description.output_count = fingerprint(counts);
-  }
+  const Description description = describe_all_gather(counts, rank(), dtype, uneven);
   run_call(*state_, description, deadline, [&](Call& call) {
     if (call.world_size() == 1) {
       const std::size_t bytes = counts[0] * size_of(dtype);

@@ -114,6 +114,9 @@ class Group {
   std::unique_ptr<State> state_;
 };
 
+// How the ranks of an all_gather describe their call: rank r contributes counts[r] elements.
+Description describe_all_gather(std::span<const std::size_t> counts, int rank, DType dtype, bool uneven);
+
 // Why memory cannot be shared between processes here, or empty if it can: tries the engine's own
 // steps (memfd, sealing, mapping, abstract sockets, passing a descriptor). For `fccl info`.
 std::string why_no_shared_memory();

@@ -23,7 +23,22 @@ from typing import Any
 
 from fccl_testing_ranks import Env, Exited, RankError, RankSet, RankTimeout
 
-__all__ = ["Exited", "RankError", "RankPool", "RankTimeout", "expect_shared_memory", "free_port", "run_ranks"]
+__all__ = [
+    "ENGINE_ENV",
+    "Exited",
+    "RankError",
+    "RankPool",
+    "RankTimeout",
+    "expect_shared_memory",
+    "free_port",
+    "run_ranks",
+]
+
+# The environment in which a group of one machine is carried by this engine (``fccl.backend_of().engine``).
+ENGINE_ENV: dict[str, dict[str, str | None]] = {
+    "shared-memory": {"FCCL_SHM": None},
+    "inner": {"FCCL_SHM": "0"},
+}
 
 
 def free_port() -> int:

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fccl_testing import run_ranks
+from fccl_testing import ENGINE_ENV, run_ranks
 
 SHORT = {"timeout": timedelta(seconds=2)}
+engines = pytest.mark.parametrize("engine", ENGINE_ENV)
 
 
 def still_works(rank, world_size):
@@ -113,8 +114,9 @@ def mismatches(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
-def test_mismatches_raise_everywhere_and_leave_the_group_usable(world_size):
-    run_ranks(mismatches, world_size)
+@engines
+def test_mismatches_raise_everywhere_and_leave_the_group_usable(world_size, engine):
+    run_ranks(mismatches, world_size, env=ENGINE_ENV[engine])
 
 
 def one_rank_is_refused(rank, world_size):
@@ -130,8 +132,9 @@ def one_rank_is_refused(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
-def test_a_call_refused_on_one_rank_reaches_its_peers(world_size):
-    run_ranks(one_rank_is_refused, world_size)
+@engines
+def test_a_call_refused_on_one_rank_reaches_its_peers(world_size, engine):
+    run_ranks(one_rank_is_refused, world_size, env=ENGINE_ENV[engine])
 
 
 # ---- time ----

@@ -17,15 +17,11 @@ import torch
 import torch.distributed as dist
 
 import fccl
-from fccl_testing import run_ranks
+from fccl_testing import ENGINE_ENV, run_ranks
 
 # Longer than any test may take: what ends sooner was not ended by the group's timeout.
 LONG = {"timeout": timedelta(seconds=30)}
-ENGINES = pytest.mark.parametrize("shm", ["shared-memory", "inner"])
-
-
-def environment(shm):
-    return {"FCCL_SHM": None if shm == "shared-memory" else "0"}
+engines = pytest.mark.parametrize("engine", ENGINE_ENV)
 
 
 def right_sums(rank, world_size, times=3):
@@ -77,8 +73,9 @@ def no_memory_for_the_copy(rank, world_size):
 
 
 @pytest.mark.timeout(60)
-def test_a_call_without_memory_for_its_copy_fails_on_every_rank():
-    run_ranks(no_memory_for_the_copy, 2, timeout=50, init_kwargs=LONG)
+@engines
+def test_a_call_without_memory_for_its_copy_fails_on_every_rank(engine):
+    run_ranks(no_memory_for_the_copy, 2, timeout=50, init_kwargs=LONG, env=ENGINE_ENV[engine])
 
 
 def no_thread_can_be_started():
@@ -198,9 +195,10 @@ def many_refused(rank, world_size, refused_on, bursts):
 @pytest.mark.timeout(40)
 @pytest.mark.parametrize("refused_on", [(0,), (0, 1)], ids=["one rank", "both ranks"])
 @pytest.mark.parametrize("bursts", [(10, 10, 10, 10), (40,)], ids=["in bursts", "at once"])
-def test_many_refused_calls_in_a_row(refused_on, bursts):
+@engines
+def test_many_refused_calls_in_a_row(refused_on, bursts, engine):
     """A refused call returns without its peers, so that this rank runs ahead: none may be lost or repeated."""
-    run_ranks(many_refused, 2, refused_on, bursts, timeout=30)
+    run_ranks(many_refused, 2, refused_on, bursts, timeout=30, env=ENGINE_ENV[engine])
 
 
 # ---- signals ----
@@ -249,9 +247,9 @@ def test_a_handler_may_issue_a_collective(operation, tmp_path):
 # ---- abort, destruction, exit ----
 
 
-def aborted_while_waiting(rank, world_size, shm, folder):
+def aborted_while_waiting(rank, world_size, engine, folder):
     right_sums(rank, world_size)
-    assert fccl.backend_of().engine == shm
+    assert fccl.backend_of().engine == engine
     done = Path(folder, "done")
     if rank == 1:
         wait_for(done)
@@ -269,22 +267,22 @@ def aborted_while_waiting(rank, world_size, shm, folder):
 
 
 @pytest.mark.timeout(50)
-@ENGINES
-def test_abort_ends_a_waiting_call(shm, tmp_path):
+@engines
+def test_abort_ends_a_waiting_call(engine, tmp_path):
     run_ranks(
         aborted_while_waiting,
         2,
-        shm,
+        engine,
         str(tmp_path),
         timeout=40,
         init_kwargs=LONG,
-        env=environment(shm),
+        env=ENGINE_ENV[engine],
     )
 
 
-def destroyed_while_pending(rank, world_size, shm, folder):
+def destroyed_while_pending(rank, world_size, engine, folder):
     right_sums(rank, world_size)
-    assert fccl.backend_of().engine == shm
+    assert fccl.backend_of().engine == engine
     done = Path(folder, "done")
     if rank == 1:
         wait_for(done)
@@ -301,16 +299,16 @@ def destroyed_while_pending(rank, world_size, shm, folder):
 
 
 @pytest.mark.timeout(50)
-@ENGINES
-def test_destroy_with_a_pending_collective(shm, tmp_path):
+@engines
+def test_destroy_with_a_pending_collective(engine, tmp_path):
     run_ranks(
         destroyed_while_pending,
         2,
-        shm,
+        engine,
         str(tmp_path),
         timeout=40,
         init_kwargs=LONG,
-        env=environment(shm),
+        env=ENGINE_ENV[engine],
         full_exit=True,
     )
 
