@@ -50,7 +50,8 @@ std::string plan_reduction(at::ScalarType type, const ::c10d::ReduceOp& op, Redu
     case Op::BOR: out.op = ReduceOp::kBor; break;
     case Op::BXOR: out.op = ReduceOp::kBxor; break;
     case Op::PREMUL_SUM: {
-      const auto* supplement = dynamic_cast<const ::c10d::PreMulSumSupplement*>(op.supplement_.get());
+      // The name that all versions of torch have; newer ones prefer it without NCCL.
+      const auto* supplement = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       if (supplement == nullptr)
         return "PREMUL_SUM without a factor, expected one made by _make_nccl_premul_sum";
       if (!c10::isFloatingType(type)) {

@@ -31,6 +31,23 @@ struct Parcel {
   std::uint64_t group = 0;
 };
 
+// A parcel and one descriptor, as sendmsg and recvmsg want them.
+struct Envelope {
+  Envelope() {
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+  }
+  Envelope(const Envelope&) = delete;
+  Envelope& operator=(const Envelope&) = delete;
+
+  Parcel parcel;
+  iovec data{&parcel, sizeof(parcel)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+};
+
 // A group that is set up with many others at once must not be able to fill our memory.
 constexpr std::size_t kMaxStash = 4096;
 
@@ -85,15 +102,9 @@ int Node::index_of(const ProcessId& process) const noexcept {
 }
 
 void Node::send_descriptor(int member, std::uint64_t group, const Descriptor& descriptor) {
-  Parcel parcel;
-  parcel.group = group;
-  iovec data{&parcel, sizeof(parcel)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
+  Envelope envelope;
+  envelope.parcel.group = group;
+  msghdr& message = envelope.message;
   cmsghdr* header = CMSG_FIRSTHDR(&message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
@@ -102,7 +113,7 @@ void Node::send_descriptor(int member, std::uint64_t group, const Descriptor& de
   std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
   const int socket = members_[static_cast<std::size_t>(member)]->socket.get();
   // 16 bytes: only thousands of groups set up at once and never read could fill the buffer.
-  for (int tries = 0; ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) != sizeof(parcel); ++tries) {
+  for (int tries = 0; ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) != sizeof(Parcel); ++tries) {
     if ((errno != EAGAIN && errno != EINTR) || tries == 1000)
       throw system_error("passing a descriptor", errno);
     ::usleep(1000);
@@ -111,14 +122,9 @@ void Node::send_descriptor(int member, std::uint64_t group, const Descriptor& de
 
 // Takes one message off a member's socket; false if there is none. Called with mutex_ held.
 bool Node::read_one(int member) {
-  Parcel parcel;
-  iovec data{&parcel, sizeof(parcel)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
+  Envelope envelope;
+  msghdr& message = envelope.message;
+  const Parcel& parcel = envelope.parcel;
   Member& from = *members_[static_cast<std::size_t>(member)];
   const ssize_t got = ::recvmsg(from.socket.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (got < 0) {

@@ -307,27 +307,3 @@ def no_destroy(rank, world_size):
 
 def test_end_without_destroy():
     run_ranks(no_destroy, 2, full_exit=True, timeout=30)
-
-
-def in_a_forked_child(rank, world_size):
-    still_works(rank, world_size)
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            dist.all_reduce(torch.ones(3))
-            text = "no error"
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writing, text.encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    assert "fork" in text and "no error" not in text, text
-    still_works(rank, world_size)
-
-
-def test_forked_child():
-    run_ranks(in_a_forked_child, 2)

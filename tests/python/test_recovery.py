@@ -247,7 +247,27 @@ def test_a_handler_may_issue_a_collective(operation, tmp_path):
 # ---- abort, destruction, exit ----
 
 
-def aborted_while_waiting(rank, world_size, engine, folder):
+def abort():
+    start = time.monotonic()
+    timer = threading.Timer(0.5, fccl.backend_of().abort)
+    timer.start()
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(3))
+    assert 0.4 < time.monotonic() - start < 3
+    timer.join()
+
+
+def destroy():
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    start = time.monotonic()
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError):
+        work.wait()
+    assert time.monotonic() - start < 10
+
+
+def gives_up(rank, world_size, engine, folder, how):
+    """Rank 0 ends a collective that rank 1 never makes."""
     right_sums(rank, world_size)
     assert fccl.backend_of().engine == engine
     done = Path(folder, "done")
@@ -255,57 +275,21 @@ def aborted_while_waiting(rank, world_size, engine, folder):
         wait_for(done)
         return
     try:
-        start = time.monotonic()
-        timer = threading.Timer(0.5, fccl.backend_of().abort)
-        timer.start()
-        with pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(3))
-        assert 0.4 < time.monotonic() - start < 3
-        timer.join()
+        how()
     finally:
         done.touch()
 
 
 @pytest.mark.timeout(50)
 @engines
-def test_abort_ends_a_waiting_call(engine, tmp_path):
+@pytest.mark.parametrize("how", [abort, destroy])
+def test_a_waiting_call_can_be_ended(engine, how, tmp_path):
     run_ranks(
-        aborted_while_waiting,
+        gives_up,
         2,
         engine,
         str(tmp_path),
-        timeout=40,
-        init_kwargs=LONG,
-        env=ENGINE_ENV[engine],
-    )
-
-
-def destroyed_while_pending(rank, world_size, engine, folder):
-    right_sums(rank, world_size)
-    assert fccl.backend_of().engine == engine
-    done = Path(folder, "done")
-    if rank == 1:
-        wait_for(done)
-        return
-    try:
-        work = dist.all_reduce(torch.ones(3), async_op=True)
-        start = time.monotonic()
-        dist.destroy_process_group()
-        with pytest.raises(RuntimeError):
-            work.wait()
-        assert time.monotonic() - start < 10
-    finally:
-        done.touch()
-
-
-@pytest.mark.timeout(50)
-@engines
-def test_destroy_with_a_pending_collective(engine, tmp_path):
-    run_ranks(
-        destroyed_while_pending,
-        2,
-        engine,
-        str(tmp_path),
+        how,
         timeout=40,
         init_kwargs=LONG,
         env=ENGINE_ENV[engine],
@@ -337,6 +321,40 @@ def test_end_while_python_callbacks_run(destroy):
 # ---- fork ----
 
 
+def error_in_a_forked_child():
+    """What a collective says in a child of this process."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            dist.all_reduce(torch.ones(3))
+            text = "no error"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    try:
+        ready, _, _ = select.select([reading], [], [], 5)
+        return os.read(reading, 65536).decode() if ready else "the child hangs"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+
+
+def forked(rank, world_size):
+    right_sums(rank, world_size)
+    text = error_in_a_forked_child()
+    assert "DistBackendError" in text and "fork" in text, text
+    right_sums(rank, world_size)
+
+
+@pytest.mark.timeout(40)
+def test_forked_child():
+    run_ranks(forked, 2, timeout=30)
+
+
 def forked_by_another_thread(rank, world_size, folder):
     right_sums(rank, world_size)
     joins = Path(folder, "rank 1 joins")
@@ -348,24 +366,9 @@ def forked_by_another_thread(rank, world_size, folder):
 
     def fork_and_listen():
         time.sleep(0.3)  # the main thread waits in its collective by now
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                dist.all_reduce(torch.ones(3))
-                text = "no error"
-            except BaseException as error:
-                text = f"{type(error).__name__}: {error}"
-            os.write(writing, text.encode())
-            os._exit(0)
-        os.close(writing)
         try:
-            ready, _, _ = select.select([reading], [], [], 5)
-            texts.append(os.read(reading, 65536).decode() if ready else "the child hangs")
+            texts.append(error_in_a_forked_child())
         finally:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            os.close(reading)
             joins.touch()
 
     thread = threading.Thread(target=fork_and_listen)
