@@ -14,6 +14,7 @@
 #   WERROR=ON             warnings in fccl's own sources are errors (CI)
 #   JOBS=N                compile jobs, and test workers
 #   PYTEST_FLAGS=...      passed to pytest, e.g. PYTEST_FLAGS='-k all_reduce'
+#   DEMO_FLAGS=...        passed to `fccl demo`, e.g. DEMO_FLAGS='--steps 50'
 
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
@@ -21,6 +22,7 @@ VENV ?= .venv
 WERROR ?= OFF
 JOBS ?= 2
 PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
 SLOW ?=
 
 SHELL := /bin/bash
@@ -86,7 +88,7 @@ $(STAMPS)/lint: $(STAMPS)/installed
 build: $(STAMPS)/installed
 
 demo: $(STAMPS)/installed
-	$(PY) -m fccl demo
+	$(PY) -m fccl demo $(DEMO_FLAGS)
 
 bench: $(STAMPS)/installed
 	$(PY) -m fccl bench all_reduce --ranks 2 --begin 4 --end 64M --factor 4 --compare gloo,memcpy

@@ -209,15 +209,18 @@ void Call::check(const std::atomic<std::uint64_t>& word, std::uint64_t target) {
 
   if (state_.node->is_gone(state_.members[static_cast<std::size_t>(awaited_)]) &&
       state_of(awaited_) == RankState::kActive && !reached()) {
-    throw Error(ErrorKind::kPeerDied, what() + ": the process of " + awaited +
-                                          " ended without destroy_process_group() while it was waited for");
+    throw Error(ErrorKind::kPeerDied,
+                what() + ": the process of " + awaited +
+                    " ended without destroy_process_group() while it was waited for; that rank's "
+                    "output says why");
   }
   if (state_of(awaited_) == RankState::kLeft && !reached()) {
     throw Error(ErrorKind::kPeerLeft,
-                what() + ": " + awaited + " has destroyed the group (after its collective #" +
+                what() + ": " + awaited +
+                    " has left the group, or its program has ended (after its collective #" +
                     std::to_string(state_.controls[static_cast<std::size_t>(awaited_)]->progress.arrived.load(
                         std::memory_order_acquire)) +
-                    ") and will not take part");
+                    ") and will not take part; the ranks must make the same calls");
   }
   state_.throw_if_failed();
   for (int peer = 0; peer < world_size(); ++peer) {

@@ -112,7 +112,7 @@ TEST(Failure, LeavingIsNotDying) {
     }
     const Failed failed = failure_of([&] { barrier(group, 20000); });
     require(failed.kind == ErrorKind::kPeerLeft, failed.message);
-    require(failed.message.find("rank 1 has destroyed the group") != std::string::npos, failed.message);
+    require(failed.message.find("rank 1 has left the group") != std::string::npos, failed.message);
   });
 }
 

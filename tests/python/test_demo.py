@@ -95,6 +95,9 @@ def test_table_and_conclusion() -> None:
     )
     slower = conclusion(_run("fccl", step_ms=30, wait_ms=9), _run("gloo", step_ms=20, wait_ms=3))
     assert slower.startswith("gloo is faster: a training step with fccl takes 1.50 times")
+    alike = conclusion(_run("fccl", step_ms=20.0, wait_ms=3), _run("gloo", step_ms=20.3, wait_ms=9))
+    assert alike.startswith("the training step takes as long with both") and "faster" not in alike
+    assert alike.endswith("the gradient all-reduce with gloo takes 3.00 times as long as with fccl.")
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,10 @@ def differences(fccl: Run, gloo: Run, min_accuracy: float) -> list[str]:
     return found
 
 
+# Medians of two runs that follow each other differ by this much on a busy machine.
+_ALIKE = 1.05
+
+
 def _ratio(slow: float, fast: float) -> float:
     return slow / fast if fast > 0 else float("inf")
 
@@ -165,10 +169,15 @@ def table(fccl: Run, gloo: Run) -> str:
 
 
 def conclusion(fccl: Run, gloo: Run) -> str:
-    """Which run was faster, by what ratio."""
+    """Which run was faster, by what ratio; or that they were alike, if that is below what a busy machine does."""
     fast, slow = (fccl, gloo) if fccl.step_ms <= gloo.step_ms else (gloo, fccl)
     times = _ratio(slow.step_ms, fast.step_ms)
-    step = f"{fast.backend} is faster: a training step with {slow.backend} takes {times:.2f}"
+    if times < _ALIKE:
+        step = "the training step takes as long with both (is the machine busy?)"
+    else:
+        step = (
+            f"{fast.backend} is faster: a training step with {slow.backend} takes {times:.2f} times as long"
+        )
     fast, slow = (fccl, gloo) if fccl.wait_ms <= gloo.wait_ms else (gloo, fccl)
     wait = f"the gradient all-reduce with {slow.backend} takes {_ratio(slow.wait_ms, fast.wait_ms):.2f}"
-    return f"{step} times as long, and {wait} times as long as with {fast.backend}."
+    return f"{step}, and {wait} times as long as with {fast.backend}."
