@@ -78,8 +78,8 @@ void bind_backend(py::module_& m) {
   // Base classes and Store are registered by torch.
   py::module_::import("torch.distributed");
 
-  cpu::set_interrupt_check(raise_interrupt);
   c10d_backend::set_interrupt_check(raise_interrupt);
+  cpu::set_interrupt_check(c10d_backend::check_interrupt);
   c10d_backend::set_warning_sink(warn_user);
 
   py::class_<FcclBackend, ::c10d::Backend, c10::intrusive_ptr<FcclBackend>>(

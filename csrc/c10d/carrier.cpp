@@ -42,50 +42,68 @@ void Carrier::wait_for(::c10d::Work& work, const Deadline& deadline) {
       return;
     } catch (...) {
       // The end of a slice and a failure of the operation both throw; only the latter completes it.
-      if (work.isCompleted() || deadline.expired()) throw;
+      if (deadline.expired() && !work.isCompleted()) throw;
+    }
+    if (work.isCompleted()) {  // perhaps just after the slice had ended: its own result counts
+      work.wait();
+      return;
     }
     throw_if_failed();
+    if (mode() == Mode::kEngine) {
+      if (const auto trouble = group_->trouble_of_a_peer())
+        throw Error(ErrorKind::kPeerFailed, place() + *trouble);
+    }
     check_interrupt();
   }
 }
 
+std::string Carrier::place() const {
+  return "rank " + std::to_string(rank_) + " of group '" + group_name_ + "': ";
+}
+
 // Called while the exception is handled.
-void Carrier::fail_locally(Collective collective, std::uint64_t before, const Deadline& deadline) {
+void Carrier::fail_locally(Collective collective, std::uint64_t before, bool interrupted,
+                           const Deadline& deadline) {
   if (group_ == nullptr) return;
   std::string what = "an exception that is not a std::exception";
-  bool torchs = false;
+  bool local = false;  // torch's or the standard library's, so of this rank's own making
   try {
     throw;
   } catch (const c10::Error& error) {
-    torchs = true;
+    local = true;
     what = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    torchs = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+    local = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
     what = error.what();
   } catch (...) {
   }
-  const std::string where = std::string("fccl ") + name_of(collective) + " on rank " + std::to_string(rank_) +
-                            " of group '" + group_name_ + "'";
+  const std::string where = std::string("fccl ") + name_of(collective) + " on " + place();
+  if (interrupted) {
+    group_->abort(where + "interrupted");
+    return;
+  }
+  if (group_->failure()) return;
   if (deadline.expired()) {
-    // Its own deadline passed inside the inner engine, whose message names neither call nor rank.
-    const std::string text = where + ": timed out after " + std::to_string(deadline.span().count()) +
-                             " ms in the inner engine (Gloo): " + what;
+    // Its own deadline passed where the message names neither call nor rank.
+    const char* inside = mode() == Mode::kUnconnected ? " ms in the group's first collective: "
+                                                      : " ms in the inner engine (Gloo): ";
+    const std::string text =
+        where + "timed out after " + std::to_string(deadline.span().count()) + inside + what;
     group_->abort(text);
     throw Error(ErrorKind::kTimeout, text);
-  }
-  if (!torchs) {  // Ctrl-C
-    group_->abort(where + " was interrupted");
-    return;
   }
   if (sequence_number() == before) {
     reject("failed on this rank: " + what, deadline);
     return;
   }
-  // Behind the gate: what Gloo refuses, it refuses on every rank alike; but a collective composed of the
-  // engine's has been left half-way, and the peers are in the other half.
-  const bool composed = collective != Collective::kGather && collective != Collective::kScatter &&
-                        collective != Collective::kAllToAll && collective != Collective::kSparseAllReduce;
-  if (composed && mode() == Mode::kEngine) group_->abort(where + " failed half-way: " + what);
+  // Behind the gate the peers are in the middle of it, and cannot be told to leave it as if it had not
+  // been made. On the engine they see at once that this rank has failed.
+  if (!local) {  // the inner backend's: a connection was lost, say
+    const std::string text = where + "failed in the inner engine (Gloo): " + what;
+    group_->abort(text);
+    throw Error(ErrorKind::kPeerFailed, text);
+  }
+  group_->abort(where + "failed half-way: " + what);
 }
 
 Carrier::Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
@@ -182,7 +200,7 @@ void Carrier::gate(const Description& call, const Deadline& deadline) {
 void Carrier::reject(const std::string& why, const Deadline& deadline) {
   switch (connect(deadline)) {
     case Mode::kEngine: group_->reject(why, deadline); break;
-    case Mode::kInner: inner_reject(why, deadline); break;
+    case Mode::kInner: inner_reject(why); break;
     default: break;
   }
 }

@@ -19,6 +19,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "c10d/process.h"
 #include "c10d/store_adapter.h"
 #include "cpu/group.h"
 
@@ -66,13 +67,14 @@ class Carrier {
   void run(Collective collective, std::chrono::milliseconds timeout, Body&& body) {
     const Deadline deadline = Deadline::after(timeout);
     const std::uint64_t before = sequence_number();
+    const std::uint64_t interrupts = interrupts_seen();
     if (mode() == Mode::kInner) throw_if_failed();
     try {
       body(*this, deadline);
     } catch (const Error&) {
       throw;
     } catch (...) {
-      fail_locally(collective, before, deadline);
+      fail_locally(collective, before, interrupts_seen() != interrupts, deadline);
       throw;
     }
     count(collective);
@@ -97,13 +99,14 @@ class Carrier {
   std::uint64_t sequence_number() const noexcept {
     return inner_sequence_ + (group_ ? group_->sequence_number() : 0);
   }
-  void fail_locally(Collective collective, std::uint64_t before, const Deadline& deadline);
+  void fail_locally(Collective collective, std::uint64_t before, bool interrupted, const Deadline& deadline);
+  std::string place() const;
 
   // ---- over the inner backend (carrier_inner.cpp) ----
   c10::intrusive_ptr<::c10d::Work> send_description(const Description& call, at::Tensor& all,
                                                     const Deadline& deadline);
   void inner_gate(const Description& call, const Deadline& deadline);
-  void inner_reject(const std::string& why, const Deadline& deadline);
+  void inner_reject(const std::string& why);
   void inner_all_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op,
                         const Deadline& deadline);
   void inner_all_gather(const void* input, std::span<void* const> outputs,

@@ -5,6 +5,7 @@
 // process. The price is one small exchange per call, which is little beside what Gloo takes for the data.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <string>
 #include <utility>
@@ -74,14 +75,15 @@ void Carrier::inner_gate(const Description& call, const Deadline& deadline) {
                   std::to_string(rank_) + " of group '" + group_name_ + "': " + verdict);
 }
 
-// Not waited for: this rank's call fails at once, whenever its peers come.
-void Carrier::inner_reject(const std::string& why, const Deadline& deadline) {
+// Not waited for: this rank's call fails at once, whenever its peers come. Nor may it expire, as that would
+// end Gloo's connections: shutdown() ends what is still pending.
+void Carrier::inner_reject(const std::string& why) {
   PlainDispatch guard;
   Description call;
   call.collective = Collective::kRejected;
   call.set_note(why);
   at::Tensor all;
-  send_description(call, all, deadline);
+  send_description(call, all, Deadline());
 }
 
 // Gloo rounds 16-bit floats at every hop, has no averages of integers, no int16 and a bool sum that
@@ -93,8 +95,6 @@ void Carrier::inner_all_reduce(const void* input, void* output, std::size_t coun
   call.dtype = dtype;
   call.reduce_op = op;
   call.count = count;
-  inner_gate(call, deadline);
-  if (count == 0) return;
   PlainDispatch guard;
   const at::Tensor from = tensor_at(input, count, dtype);
   at::Tensor to = tensor_at(output, count, dtype);
@@ -114,11 +114,24 @@ void Carrier::inner_all_reduce(const void* input, void* output, std::size_t coun
     case DType::kInt32: wide = op == ReduceOp::kAvg ? from.to(at::kLong) : from.clone(); break;
     default: wide = from.clone();
   }
-  std::vector<at::Tensor> tensors{wide};
-  ::c10d::AllreduceOptions options;
-  options.reduceOp = torch_op(wide_op);
-  options.timeout = inner_timeout(deadline);
-  wait_for(*inner_->allreduce(tensors, options), deadline);
+  // Gloo's min and max drop a NaN or keep it, as its order has it; the engine's keep it.
+  const bool ordered = wide_op == ReduceOp::kMin || wide_op == ReduceOp::kMax;
+  const bool may_be_nan = ordered && at::isFloatingType(wide.scalar_type());
+  const at::Tensor nan = may_be_nan ? at::isnan(wide).to(at::kByte) : at::Tensor();
+  inner_gate(call, deadline);  // after the private copies: without memory for them, the call is a refused one
+  if (count == 0) return;
+  const auto reduce = [&](const at::Tensor& tensor, ReduceOp with) {
+    std::vector<at::Tensor> tensors{tensor};
+    ::c10d::AllreduceOptions options;
+    options.reduceOp = torch_op(with);
+    options.timeout = inner_timeout(deadline);
+    wait_for(*inner_->allreduce(tensors, options), deadline);
+  };
+  reduce(wide, wide_op);
+  if (may_be_nan) {
+    reduce(nan, ReduceOp::kMax);
+    wide.masked_fill_(nan.ne(0), std::numeric_limits<double>::quiet_NaN());
+  }
   if (op == ReduceOp::kAvg) {
     if (at::isFloatingType(wide.scalar_type())) {
       wide.div_(size_);
@@ -132,15 +145,15 @@ void Carrier::inner_all_reduce(const void* input, void* output, std::size_t coun
 void Carrier::inner_all_gather(const void* input, std::span<void* const> outputs,
                                std::span<const std::size_t> counts, DType dtype, bool uneven,
                                const Deadline& deadline) {
-  inner_gate(cpu::describe_all_gather(counts, rank_, dtype, uneven), deadline);
   // Gloo wants equal sizes: everyone sends the largest one.
   PlainDispatch guard;
   const std::size_t width = size_of(dtype);
   const std::size_t largest = *std::max_element(counts.begin(), counts.end()) * width;
-  if (largest == 0) return;
   at::Tensor all = at::empty({static_cast<std::int64_t>(largest) * size_}, at::kByte);
   at::Tensor own = at::zeros({static_cast<std::int64_t>(largest)}, at::kByte);
   std::memcpy(own.mutable_data_ptr(), input, counts[static_cast<std::size_t>(rank_)] * width);
+  inner_gate(cpu::describe_all_gather(counts, rank_, dtype, uneven), deadline);
+  if (largest == 0) return;
   ::c10d::AllgatherOptions options;
   options.timeout = inner_timeout(deadline);
   wait_for(*inner_->_allgather_base(all, own, options), deadline);
@@ -157,13 +170,13 @@ void Carrier::inner_broadcast(void* buffer, std::size_t count, DType dtype, int 
   call.dtype = dtype;
   call.count = count;
   call.root = root;
-  inner_gate(call, deadline);
-  if (count == 0) return;
   // A private buffer: Gloo may go on with it after our wait was given up.
   PlainDispatch guard;
   const std::size_t bytes = count * size_of(dtype);
   std::vector<at::Tensor> tensors{at::empty({static_cast<std::int64_t>(bytes)}, at::kByte)};
   if (root == rank_) std::memcpy(tensors[0].mutable_data_ptr(), buffer, bytes);
+  inner_gate(call, deadline);
+  if (count == 0) return;
   ::c10d::BroadcastOptions options;
   options.rootRank = root;
   options.timeout = inner_timeout(deadline);

@@ -123,10 +123,7 @@ FcclBackend::WorkPtr FcclBackend::gather(TensorLists& outputs, Tensors& inputs,
     check_length(c, outputs.size(), 0, "lists of output tensors on a rank that is not the root");
   }
   return submit(c, inputs, list, [list, input, root](Carrier& carrier, const Deadline& deadline) {
-    carrier.gate(describe_call(Collective::kGather, input, root), deadline);
     if (carrier.size() == 1) return put_back(input.is_same(list[0]) ? input : input.clone(), list[0]);
-    carrier.connect(deadline);
-    if (input.numel() == 0) return;
     const at::Tensor from = readable(input);
     std::vector<at::Tensor> results;
     std::vector<at::Tensor> bytes;
@@ -137,6 +134,8 @@ FcclBackend::WorkPtr FcclBackend::gather(TensorLists& outputs, Tensors& inputs,
         results.back() = scratch(output.numel(), output).view(output.sizes());
       bytes.push_back(bytes_of(results.back()));
     }
+    carrier.gate(describe_call(Collective::kGather, input, root), deadline);
+    if (input.numel() == 0) return;
     std::vector<std::vector<at::Tensor>> out;
     if (!bytes.empty()) out.push_back(bytes);
     std::vector<at::Tensor> in{bytes_of(from)};
@@ -171,10 +170,7 @@ FcclBackend::WorkPtr FcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
     check_length(c, inputs.size(), 0, "lists of input tensors on a rank that is not the root");
   }
   return submit(c, list, outputs, [list, output, root](Carrier& carrier, const Deadline& deadline) {
-    carrier.gate(describe_call(Collective::kScatter, output, root), deadline);
     if (carrier.size() == 1) return put_back(list[0], output);
-    carrier.connect(deadline);
-    if (output.numel() == 0) return;
     at::Tensor result = writable(output);
     std::vector<at::Tensor> sources;
     std::vector<at::Tensor> bytes;
@@ -183,6 +179,8 @@ FcclBackend::WorkPtr FcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
       if (overlaps(sources.back(), result)) result = scratch(output.numel(), output).view(output.sizes());
       bytes.push_back(bytes_of(sources.back()));
     }
+    carrier.gate(describe_call(Collective::kScatter, output, root), deadline);
+    if (output.numel() == 0) return;
     std::vector<std::vector<at::Tensor>> in;
     if (!bytes.empty()) in.push_back(bytes);
     std::vector<at::Tensor> out{bytes_of(result)};
@@ -195,33 +193,36 @@ FcclBackend::WorkPtr FcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
 }
 
 // outputs[r] receives what rank r sends here; inputs[r] goes to rank r.
-FcclBackend::WorkPtr FcclBackend::exchange(const Call& c, Tensors outputs, Tensors inputs) {
-  return submit(c, inputs, outputs, [outputs, inputs](Carrier& carrier, const Deadline& deadline) {
+FcclBackend::WorkPtr FcclBackend::exchange(const Call& c, Tensors results, Tensors outputs, Tensors inputs) {
+  return submit(c, inputs, std::move(results), [outputs, inputs](Carrier& carrier, const Deadline& deadline) {
+    // Private copies before the gate: a rank without memory for them must fail as a refused call does.
+    const auto width = static_cast<std::int64_t>(inputs[0].element_size());
+    std::vector<std::int64_t> sends;
+    std::vector<std::int64_t> expects;
+    for (const at::Tensor& input : inputs) sends.push_back(input.numel());
+    for (const at::Tensor& output : outputs) expects.push_back(output.numel());
+    const auto flat_of = [&](const std::vector<std::int64_t>& sizes) {
+      return scratch(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}), inputs[0]);
+    };
+    const at::Tensor from = flat_of(sends);
+    std::int64_t begin = 0;
+    {
+      PlainDispatch guard;
+      for (std::size_t r = 0; r < inputs.size(); ++r) {
+        from.narrow(0, begin, sends[r]).view(inputs[r].sizes()).copy_(inputs[r]);
+        begin += sends[r];
+      }
+    }
+    const at::Tensor to = carrier.size() > 1 ? flat_of(expects) : from;
     Description gate = describe_call(Collective::kAllToAll, inputs[0], -1);
     gate.count = 0;
     for (const at::Tensor& input : inputs) gate.count += static_cast<std::uint64_t>(input.numel());
     gate.flags = Description::kUneven;
     carrier.gate(gate, deadline);
-    std::vector<std::int64_t> sends;
-    std::vector<std::int64_t> expects;
-    for (const at::Tensor& input : inputs) sends.push_back(input.numel());
-    for (const at::Tensor& output : outputs) expects.push_back(output.numel());
     const std::int64_t total = check_exchange(carrier, sends, expects, deadline);
     if (total == 0) return;
     PlainDispatch guard;
-    const auto width = static_cast<std::int64_t>(inputs[0].element_size());
-    const auto flat_of = [&](const std::vector<std::int64_t>& sizes) {
-      return scratch(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}), inputs[0]);
-    };
-    at::Tensor from = flat_of(sends);
-    std::int64_t begin = 0;
-    for (std::size_t r = 0; r < inputs.size(); ++r) {
-      from.narrow(0, begin, sends[r]).view(inputs[r].sizes()).copy_(inputs[r]);
-      begin += sends[r];
-    }
-    at::Tensor to = from;
     if (carrier.size() > 1) {
-      to = flat_of(expects);
       at::Tensor to_bytes = bytes_of(to);
       at::Tensor from_bytes = bytes_of(from);
       for (auto& count : sends) count *= width;
@@ -282,7 +283,7 @@ FcclBackend::WorkPtr FcclBackend::alltoall_base(at::Tensor& output, at::Tensor& 
   Tensors outputs = pieces(output, even_out, "output");
   check_written(c, output, "output");
   check_same_type(c, output, input, "output");
-  return exchange(c, std::move(outputs), std::move(inputs));
+  return exchange(c, {output}, std::move(outputs), std::move(inputs));
 }
 
 FcclBackend::WorkPtr FcclBackend::alltoall(Tensors& outputs, Tensors& inputs,
@@ -298,7 +299,7 @@ FcclBackend::WorkPtr FcclBackend::alltoall(Tensors& outputs, Tensors& inputs,
     check_same_type(c, inputs[r], inputs[0], "input");
     check_same_type(c, outputs[r], inputs[0], "output");
   }
-  return exchange(c, outputs, inputs);
+  return exchange(c, outputs, outputs, inputs);
 }
 
 // No gate: its purpose is to name the ranks that do not come.

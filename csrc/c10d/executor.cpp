@@ -114,18 +114,20 @@ bool Executor::start_worker() {
   return true;
 }
 
-void Executor::run_front(std::unique_lock<std::mutex>& lock) {
+std::exception_ptr Executor::run_front(std::unique_lock<std::mutex>& lock) {
   WorkPtr work = std::move(queue_.front());
   queue_.pop_front();
   driving_ = true;
   driver_ = std::this_thread::get_id();
   lock.unlock();
   work->run();
+  const std::exception_ptr error = work->exception();
   work.reset();  // may free tensors, which may want the interpreter's lock
   lock.lock();
   driving_ = false;
   if (waiters_ != 0) done_.notify_all();
   if (!queue_.empty()) queued_.notify_one();
+  return error;
 }
 
 void Executor::work_loop() {
@@ -150,7 +152,10 @@ void Executor::wait(CollectiveWork& work, std::chrono::milliseconds timeout) {
     // With a limit of its own this thread must stay free to leave, so the worker drives.
     if (!driving_ && !queue_.empty()) {
       if (!limited || !start_worker()) {
-        run_front(lock);
+        const std::uint64_t before = interrupts_seen();
+        const std::exception_ptr error = run_front(lock);
+        // Ctrl-C in a call that this thread made on behalf of another: it is meant for this one.
+        if (error && interrupts_seen() != before) std::rethrow_exception(error);
         continue;
       }
       queued_.notify_one();

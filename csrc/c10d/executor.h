@@ -59,7 +59,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void number(const WorkPtr& work);
   void refuse_nested(const CollectiveWork& work) const;
   bool start_worker();  // false: no thread to be had
-  void run_front(std::unique_lock<std::mutex>& lock);
+  // Runs the queue's first work; returns what it ended with, if with an exception.
+  std::exception_ptr run_front(std::unique_lock<std::mutex>& lock);
   void work_loop();
 
   mutable std::mutex mutex_;

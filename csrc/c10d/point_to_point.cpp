@@ -116,23 +116,28 @@ std::string place(const char* name, int rank) {
 }  // namespace
 
 ::c10d::Backend& FcclBackend::point_to_point(const char* name, const at::Tensor& tensor, int peer) {
+  // Its check for a forked child: the parent's connections are not the child's to use.
+  const Call c = call(OpType::SEND, Collective::kNone, name, true, ::c10d::kUnsetTimeout);
   if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta()) {
-    C10_THROW_ERROR(ValueError, place(name, rank_) + "the tensor is " + describe(tensor) +
-                                    ", expected a dense (strided) tensor");
+    C10_THROW_ERROR(ValueError, place(name + sizeof("fccl:") - 1, rank_) + "the tensor is " +
+                                    describe(tensor) + ", expected a dense (strided) tensor");
   }
   if (peer < -1 || peer >= size_ || peer == rank_) {
-    C10_THROW_ERROR(ValueError, place(name, rank_) + "the peer is rank " + std::to_string(peer) +
-                                    ", expected another rank of the group's " + std::to_string(size_));
+    C10_THROW_ERROR(ValueError, place(name + sizeof("fccl:") - 1, rank_) + "the peer is rank " +
+                                    std::to_string(peer) + ", expected another rank of the group's " +
+                                    std::to_string(size_));
   }
   if (shut_down_) {
-    C10_THROW_ERROR(DistBackendError, place(name, rank_) + "the process group has been destroyed");
+    C10_THROW_ERROR(DistBackendError,
+                    place(name + sizeof("fccl:") - 1, rank_) + "the process group has been destroyed");
   }
   if (tensor.is_cuda()) {
-    return cuda(call(OpType::SEND, Collective::kNone, "fccl:send", true, ::c10d::kUnsetTimeout), tensor);
+    return cuda(c, tensor);
   }
   if (!tensor.device().is_cpu() || !carrier_->inner()) {
-    C10_THROW_ERROR(ValueError, place(name, rank_) + "the tensor is " + describe(tensor) + " in a group of " +
-                                    std::to_string(size_) + ", expected a CPU tensor and a peer");
+    C10_THROW_ERROR(ValueError, place(name + sizeof("fccl:") - 1, rank_) + "the tensor is " +
+                                    describe(tensor) + " in a group of " + std::to_string(size_) +
+                                    ", expected a CPU tensor and a peer");
   }
   return *carrier_->inner();
 }
@@ -147,7 +152,7 @@ FcclBackend::WorkPtr FcclBackend::track(WorkPtr work) {
 
 FcclBackend::WorkPtr FcclBackend::send(Tensors& tensors, int destination, int tag) {
   if (tensors.size() != 1) C10_THROW_ERROR(ValueError, place("send", rank_) + "expected exactly one tensor");
-  ::c10d::Backend& inner = point_to_point("send", tensors[0], destination);
+  ::c10d::Backend& inner = point_to_point("fccl:send", tensors[0], destination);
   if (tensors[0].is_cuda()) return inner.send(tensors, destination, tag);
   Tensors plain{readable(tensors[0])};
   return track(inner.send(plain, destination, tag));
@@ -155,8 +160,10 @@ FcclBackend::WorkPtr FcclBackend::send(Tensors& tensors, int destination, int ta
 
 FcclBackend::WorkPtr FcclBackend::recv(Tensors& tensors, int source, int tag) {
   if (tensors.size() != 1) C10_THROW_ERROR(ValueError, place("recv", rank_) + "expected exactly one tensor");
-  ::c10d::Backend& inner = point_to_point("recv", tensors[0], source);
-  if (tensors[0].is_cuda() || is_plain(tensors[0])) return track(inner.recv(tensors, source, tag));
+  ::c10d::Backend& inner = point_to_point("fccl:recv", tensors[0], source);
+  if (tensors[0].is_cuda())
+    return inner.recv(tensors, source, tag);  // coalesced, if at all, by the inner one
+  if (is_plain(tensors[0])) return track(inner.recv(tensors, source, tag));
   Tensors plain{writable(tensors[0])};
   return track(c10::make_intrusive<StagedReceive>(rank_, OpType::RECV, inner.recv(plain, source, tag),
                                                   plain[0], tensors[0]));
@@ -164,8 +171,9 @@ FcclBackend::WorkPtr FcclBackend::recv(Tensors& tensors, int source, int tag) {
 
 FcclBackend::WorkPtr FcclBackend::recvAnysource(Tensors& tensors, int tag) {
   if (tensors.size() != 1) C10_THROW_ERROR(ValueError, place("recv", rank_) + "expected exactly one tensor");
-  ::c10d::Backend& inner = point_to_point("recv", tensors[0], -1);
-  if (tensors[0].is_cuda() || is_plain(tensors[0])) return track(inner.recvAnysource(tensors, tag));
+  ::c10d::Backend& inner = point_to_point("fccl:recv", tensors[0], -1);
+  if (tensors[0].is_cuda()) return inner.recvAnysource(tensors, tag);
+  if (is_plain(tensors[0])) return track(inner.recvAnysource(tensors, tag));
   Tensors plain{writable(tensors[0])};
   return track(c10::make_intrusive<StagedReceive>(rank_, OpType::RECVANYSOURCE,
                                                   inner.recvAnysource(plain, tag), plain[0], tensors[0]));

@@ -27,6 +27,8 @@ std::function<void(const std::string&)>& warning_sink() {
   return *sink;
 }
 
+thread_local std::uint64_t interrupts = 0;
+
 static_assert(sizeof(sigset_t) <= 128);
 
 }  // namespace
@@ -36,8 +38,16 @@ std::uint64_t fork_generation() noexcept { return generation.load(std::memory_or
 void set_interrupt_check(std::function<void()> check) { interrupt_check() = std::move(check); }
 
 void check_interrupt() {
-  if (interrupt_check()) interrupt_check()();
+  if (!interrupt_check()) return;
+  try {
+    interrupt_check()();
+  } catch (...) {
+    ++interrupts;
+    throw;
+  }
 }
+
+std::uint64_t interrupts_seen() noexcept { return interrupts; }
 
 void set_warning_sink(std::function<void(const std::string&)> sink) { warning_sink() = std::move(sink); }
 

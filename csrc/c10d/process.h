@@ -15,6 +15,8 @@ std::uint64_t fork_generation() noexcept;
 // Python module.
 void set_interrupt_check(std::function<void()> check);
 void check_interrupt();
+// How often check_interrupt() has thrown in this thread: whether an exception is such an interrupt.
+std::uint64_t interrupts_seen() noexcept;
 
 // Warns the user: as a Python warning once the module has set a sink, else on standard error.
 void set_warning_sink(std::function<void(const std::string&)> sink);

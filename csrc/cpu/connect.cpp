@@ -59,6 +59,8 @@ class Connector {
     }
   }
 
+  bool interrupted() const { return interrupted_; }
+
  private:
   static constexpr const char* kReady = "ready";
   static constexpr const char* kMapped = "mapped";
@@ -273,9 +275,12 @@ bool Group::connect(const Deadline& deadline) {
   } catch (const Error& error) {
     connector.give_up(error.what());
     throw Error(state.fail(error));
-  } catch (...) {
-    const Error error(ErrorKind::kInterrupted,
-                      "fccl " + state.where() + " was interrupted while it connected");
+  } catch (const std::exception& caught) {  // the Store's, or Ctrl-C
+    const Error error =
+        connector.interrupted()
+            ? Error(ErrorKind::kInterrupted, "fccl " + state.where() + " was interrupted while it connected")
+            : Error(ErrorKind::kSystem,
+                    "fccl " + state.where() + ": the group's first collective failed: " + caught.what());
     connector.give_up(error.what());
     state.fail(error);
     throw;

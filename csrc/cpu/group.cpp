@@ -165,16 +165,22 @@ void Call::finish(std::uint64_t chunks) {
   if (state_.done != done_base_ + chunks) publish_done(chunks);
 }
 
-void Call::throw_if_peer_failed(int peer) const {
-  const StatusLine& status = state_.controls[static_cast<std::size_t>(peer)]->status;
+std::optional<std::string> Group::State::failure_of(int peer, std::uint64_t number) const {
+  const StatusLine& status = controls[static_cast<std::size_t>(peer)]->status;
   const auto state = static_cast<RankState>(status.state.load(std::memory_order_acquire));
   // A peer that failed in a later collective has done its part of this one.
-  if (state != RankState::kFailed || peer == rank() || status.failed_at > number_) return;
+  if (state != RankState::kFailed || peer == rank() || status.failed_at > number) return std::nullopt;
   char text[sizeof(status.text)];
   std::memcpy(text, status.text, sizeof(text));
   make_printable(text);
-  throw Error(ErrorKind::kPeerFailed,
-              what() + ": the group has failed on rank " + std::to_string(peer) + ", which says: " + text);
+  return text;
+}
+
+void Call::throw_if_peer_failed(int peer) const {
+  if (const auto text = state_.failure_of(peer, number_)) {
+    throw Error(ErrorKind::kPeerFailed,
+                what() + ": the group has failed on rank " + std::to_string(peer) + ", which says: " + *text);
+  }
 }
 
 std::string Call::what() const {
@@ -315,6 +321,16 @@ void Group::leave() noexcept {
     }
   }
   state.wake_everyone();
+}
+
+std::optional<std::string> Group::trouble_of_a_peer() const {
+  if (!state_->connected) return std::nullopt;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (auto text = state_->failure_of(peer, sequence_number())) {
+      return "the group has failed on rank " + std::to_string(peer) + ", which says: " + *text;
+    }
+  }
+  return std::nullopt;
 }
 
 std::optional<Error> Group::failure() const {

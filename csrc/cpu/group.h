@@ -105,6 +105,9 @@ class Group {
   // The sticky error, if any.
   std::optional<Error> failure() const;
 
+  // What a peer says that has failed in the present collective or before it, without waiting for anybody.
+  std::optional<std::string> trouble_of_a_peer() const;
+
   // Number of collectives begun so far (rejected ones and gates included).
   std::uint64_t sequence_number() const noexcept;
 

@@ -75,6 +75,8 @@ struct Group::State {
   // Fails the group unless it has failed already; returns the error that holds.
   Error fail(const Error& error) noexcept;
   void throw_if_failed() const;
+  // What `peer` says if it has failed in collective `number` or before.
+  std::optional<std::string> failure_of(int peer, std::uint64_t number) const;
   void wake_everyone() const noexcept;
 };
 

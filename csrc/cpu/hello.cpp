@@ -61,6 +61,7 @@ std::string why_not_shared(std::span<const Hello> hellos) {
       return pair +
              " run in different network namespaces (containers), where they cannot reach each other's socket";
     }
+    if (a.geometry != b.geometry) return pair + " lay out their shared memory differently";
     for (std::size_t other = 0; other < rank; ++other) {
       if (hellos[other].process == b.process) {
         return "ranks " + std::to_string(other) + " and " + std::to_string(rank) + " are one process";
@@ -72,7 +73,7 @@ std::string why_not_shared(std::span<const Hello> hellos) {
     return bytes >= 1024 && bytes <= (64U << 20) && bytes % kLine == 0;
   };
   if (!sane(g.one_shot_bytes) || !sane(g.chunk_bytes) || !sane(g.piece_bytes) || g.depth < 1 ||
-      g.depth > 16 || std::uint64_t{g.piece_bytes} * hellos.size() > g.chunk_bytes) {
+      g.depth > 16 || std::uint64_t{g.piece_bytes} * hellos.size() != g.chunk_bytes) {
     return "rank 0 asks for slots of an impossible size";
   }
   return {};

@@ -144,6 +144,7 @@ TEST(Hello, ImpossibleGeometryIsRefused) {
   const auto refused = [](auto change) {
     auto hellos = good_hellos(2);
     change(hellos[0].geometry);
+    hellos[1].geometry = hellos[0].geometry;
     return !why_not_shared(hellos).empty();
   };
   EXPECT_TRUE(refused([](Geometry& g) { g.chunk_bytes = 0; }));
@@ -152,6 +153,15 @@ TEST(Hello, ImpossibleGeometryIsRefused) {
   EXPECT_TRUE(refused([](Geometry& g) { g.one_shot_bytes += 1; }));
   EXPECT_TRUE(refused([](Geometry& g) { g.depth = 0; }));
   EXPECT_TRUE(refused([](Geometry& g) { g.depth = 1000000; }));
+  // A rank's share of a chunk would not fit into its result slot.
+  EXPECT_TRUE(refused([](Geometry& g) { g.piece_bytes = 1024; }));
+  EXPECT_TRUE(refused([](Geometry& g) { g.chunk_bytes *= 2; }));
+}
+
+TEST(Hello, GeometryIsEverybodysOrNobodys) {
+  auto hellos = good_hellos(3);
+  hellos[2].geometry.depth = 1;  // well-formed, and not enough for the pipelines
+  EXPECT_EQ(why_not_shared(hellos), "ranks 0 and 2 lay out their shared memory differently");
 }
 
 TEST(Hello, RecordsOfOtherBuildsAreRefused) {

@@ -14,6 +14,19 @@ WORLD_SIZES = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 
 
+def all_to_all_future(rank, world_size):
+    output = torch.empty(2 * world_size)
+    work = dist.all_to_all_single(output, torch.full((2 * world_size,), float(rank)), async_op=True)
+    (value,) = work.get_future().wait()
+    assert torch.equal(value, torch.arange(world_size).repeat_interleave(2).float())
+    (result,) = work.result()
+    assert result.data_ptr() == output.data_ptr() and result.shape == output.shape
+
+
+def test_all_to_all_single_gives_its_one_output(rank_pool):
+    rank_pool(2).run(all_to_all_future)
+
+
 def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.arange(count) * 3 + rank) % 11).to(dtype)
 

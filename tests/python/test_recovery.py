@@ -78,6 +78,89 @@ def test_a_call_without_memory_for_its_copy_fails_on_every_rank(engine):
     run_ranks(no_memory_for_the_copy, 2, timeout=50, init_kwargs=LONG, env=ENGINE_ENV[engine])
 
 
+def no_memory_for_delegated_copies(rank, world_size, engine):
+    right_sums(rank, world_size)
+    assert fccl.backend_of().engine == engine
+    tensor = torch.ones(8192, 8192).t()  # strided: Gloo is given a copy of 256 MB
+    into = [torch.zeros(8192, 8192) for _ in range(world_size)] if rank == 0 else None
+    out = torch.zeros(8192, 8192)
+    for call in (lambda: dist.gather(tensor, into), lambda: dist.all_to_all_single(out, tensor)):
+        start = time.monotonic()
+        if rank == 1:
+            with little_memory(50), pytest.raises((RuntimeError, MemoryError), match="memory|alloc"):
+                call()
+        else:
+            with pytest.raises(dist.DistBackendError, match="rank 1"):
+                call()
+        assert time.monotonic() - start < 10
+        right_sums(rank, world_size)
+        call()
+        right_sums(rank, world_size)
+    assert out.eq(1).all() and (into is None or all(each.eq(1).all() for each in into))
+
+
+@pytest.mark.timeout(90)
+@engines
+def test_a_delegated_call_without_memory_fails_on_every_rank(engine):
+    run_ranks(
+        no_memory_for_delegated_copies,
+        2,
+        engine,
+        timeout=80,
+        init_kwargs=LONG,
+        env=ENGINE_ENV[engine],
+    )
+
+
+def refused_long_before_the_peer_comes(rank, world_size, engine):
+    right_sums(rank, world_size)
+    assert fccl.backend_of().engine == engine
+    if rank == 0:
+        with pytest.raises(TypeError, match="band"):
+            dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
+        time.sleep(4)
+    else:
+        time.sleep(4)  # longer than the group's timeout
+        with pytest.raises(dist.DistBackendError, match="rank 0.*band"):
+            dist.all_reduce(torch.ones(3))
+    right_sums(rank, world_size)
+
+
+@pytest.mark.timeout(40)
+@engines
+def test_a_refused_call_waits_for_late_peers(engine):
+    run_ranks(
+        refused_long_before_the_peer_comes,
+        2,
+        engine,
+        timeout=30,
+        init_kwargs={"timeout": timedelta(seconds=2)},
+        env=ENGINE_ENV[engine],
+    )
+
+
+def refused_then_destroyed(rank, world_size, folder):
+    right_sums(rank, world_size)
+    done = Path(folder, "done")
+    if rank == 1:
+        wait_for(done)
+        return
+    try:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        with pytest.raises(TypeError, match="band"):
+            dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
+        dist.destroy_process_group()
+        with pytest.raises(RuntimeError):
+            work.wait()
+    finally:
+        done.touch()
+
+
+@pytest.mark.timeout(40)
+def test_destroy_with_a_refused_call_pending(tmp_path):
+    run_ranks(refused_then_destroyed, 2, str(tmp_path), timeout=30, init_kwargs=LONG, full_exit=True)
+
+
 def no_thread_can_be_started():
     try:
         thread = threading.Thread(target=int)
@@ -204,6 +287,29 @@ def test_many_refused_calls_in_a_row(refused_on, bursts, engine):
 # ---- signals ----
 
 
+def interrupted_in_another_calls_wait(rank, world_size, folder):
+    """The thread waits for its second work by making the first: Ctrl-C is for the thread, not for a work."""
+    right_sums(rank, world_size)
+    done = Path(folder, "done")
+    if rank == 1:
+        wait_for(done)
+        return
+    try:
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            works[1].wait()
+        timer.join()
+    finally:
+        done.touch()
+
+
+@pytest.mark.timeout(40)
+def test_control_c_while_waiting_behind_another_call(tmp_path):
+    run_ranks(interrupted_in_another_calls_wait, 2, str(tmp_path), timeout=30, init_kwargs=LONG)
+
+
 def terminated_while_waiting(rank, world_size, operation, folder):
     """The handler's collective comes after the one that the signal found under way."""
 
@@ -321,13 +427,13 @@ def test_end_while_python_callbacks_run(destroy):
 # ---- fork ----
 
 
-def error_in_a_forked_child():
-    """What a collective says in a child of this process."""
+def error_in_a_forked_child(call):
+    """What a call says in a child of this process."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            dist.all_reduce(torch.ones(3))
+            call()
             text = "no error"
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
@@ -345,8 +451,13 @@ def error_in_a_forked_child():
 
 def forked(rank, world_size):
     right_sums(rank, world_size)
-    text = error_in_a_forked_child()
-    assert "DistBackendError" in text and "fork" in text, text
+    for call in (
+        lambda: dist.all_reduce(torch.ones(3)),
+        lambda: dist.send(torch.ones(3), 1 - rank),
+        lambda: dist.recv(torch.ones(3), 1 - rank),
+    ):
+        text = error_in_a_forked_child(call)
+        assert "DistBackendError" in text and "fork" in text, text
     right_sums(rank, world_size)
 
 
@@ -367,7 +478,7 @@ def forked_by_another_thread(rank, world_size, folder):
     def fork_and_listen():
         time.sleep(0.3)  # the main thread waits in its collective by now
         try:
-            texts.append(error_in_a_forked_child())
+            texts.append(error_in_a_forked_child(lambda: dist.all_reduce(torch.ones(3))))
         finally:
             joins.touch()
 
