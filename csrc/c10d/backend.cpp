@@ -96,14 +96,19 @@ FcclBackend::FcclBackend(Config config)
                                 c10::make_intrusive<::c10d::PrefixStore>("engine", store_), std::move(inner));
 }
 
-FcclBackend::~FcclBackend() {
+FcclBackend::~FcclBackend() { release_resources(); }
+
+// The last reference is gone. Where a weak one is left (the registry's), c10 calls this and destroys the
+// object later, when nobody may count on threads and connections to be gone only then.
+void FcclBackend::release_resources() {
+  if (!carrier_) return;
   if (fork_generation() != born_in_) {
     // A forked child has neither the threads nor the connections: leave everything as it lies.
     carrier_->forget();
     (void)cuda_inner_.release();
     (void)store_.release();
-    new std::shared_ptr<Carrier>(carrier_);
-    new std::shared_ptr<Executor>(executor_);
+    new std::shared_ptr<Carrier>(std::move(carrier_));
+    new std::shared_ptr<Executor>(std::move(executor_));
     return;
   }
   GilRelease unlocked;

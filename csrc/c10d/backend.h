@@ -107,6 +107,7 @@ class FcclBackend final : public ::c10d::Backend {
   ::c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
+  void release_resources() override;  // c10's, for intrusive_ptr
 
  private:
   // One call, as far as all calls are alike.

@@ -5,6 +5,8 @@
 #include <exception>
 #include <new>
 #include <set>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -36,6 +38,15 @@ void warn_once(const std::string& group, const std::string& why) {
 }  // namespace
 
 void Carrier::wait_for(::c10d::Work& work, const Deadline& deadline) {
+  try {
+    wait_in_slices(work, deadline);
+  } catch (...) {
+    if (!work.isCompleted()) left_behind_.push_back(c10::intrusive_ptr<::c10d::Work>::reclaim_copy(&work));
+    throw;
+  }
+}
+
+void Carrier::wait_in_slices(::c10d::Work& work, const Deadline& deadline) {
   for (;;) {
     try {
       work.wait(std::max(deadline.left(kSlice), std::chrono::milliseconds(1)));
@@ -120,12 +131,34 @@ Carrier::Carrier(int rank, int size, std::string group_name, const c10::intrusiv
   config.world_size = size;
   config.name = group_name_;
   config.store = store_;
+  config.peer_lost = [this] { return presence_ && presence_->isCompleted() && !presence_->isSuccess(); };
   group_ = std::make_unique<cpu::Group>(std::move(config));
+}
+
+Carrier::~Carrier() {
+  if (presence_) left_behind_.push_back(std::move(presence_));
+  if (std::all_of(left_behind_.begin(), left_behind_.end(),
+                  [](const auto& work) { return work->isCompleted(); }))
+    return;
+  // Gloo's destructor waits for what is under way, for as long as that may take; nobody should wait for it.
+  auto* inner = new BackendPtr(std::move(inner_));
+  try {
+    SignalsBlocked blocked;
+    std::thread([inner] { delete inner; }).detach();
+  } catch (const std::system_error&) {
+    // Left as it is, until the process ends.
+  }
 }
 
 Carrier::Mode Carrier::connect(const Deadline& deadline) {
   if (const Mode known = mode(); known != Mode::kUnconnected) return known;
+  // Until the ranks are connected only the inner backend sees one of them go: a barrier that all join here
+  // fails then. Its time is a little longer than the call's, so that ours is what runs out.
+  ::c10d::BarrierOptions options;
+  options.timeout = inner_timeout(deadline) + std::chrono::seconds(5);
+  presence_ = inner_->barrier(options);
   const bool shared = group_->connect(deadline);
+  presence_.reset();
   store_->release();
   if (!shared) {
     {

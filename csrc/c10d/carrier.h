@@ -16,6 +16,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -39,6 +40,10 @@ class Carrier {
   // `inner` is null for one rank only. `store` is this incarnation's own.
   Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
           BackendPtr inner);
+
+  ~Carrier();
+  Carrier(const Carrier&) = delete;
+  Carrier& operator=(const Carrier&) = delete;
 
   Mode mode() const noexcept { return mode_.load(std::memory_order_acquire); }
   // Settles, at the group's first collective and by all ranks together, what carries this group.
@@ -101,6 +106,7 @@ class Carrier {
   }
   void fail_locally(Collective collective, std::uint64_t before, bool interrupted, const Deadline& deadline);
   std::string place() const;
+  void wait_in_slices(::c10d::Work& work, const Deadline& deadline);
 
   // ---- over the inner backend (carrier_inner.cpp) ----
   c10::intrusive_ptr<::c10d::Work> send_description(const Description& call, at::Tensor& all,
@@ -120,6 +126,9 @@ class Carrier {
   std::shared_ptr<StoreAdapter> store_;
   std::unique_ptr<cpu::Group> group_;
   BackendPtr inner_;
+  c10::intrusive_ptr<::c10d::Work> presence_;  // while connect() runs
+  // Operations of the inner backend that nobody waits for any more and that may be under way still.
+  std::vector<c10::intrusive_ptr<::c10d::Work>> left_behind_;
   std::atomic<Mode> mode_{Mode::kUnconnected};
   std::uint64_t inner_sequence_ = 0;  // calls compared over the inner backend
   mutable std::mutex why_mutex_;

@@ -83,7 +83,10 @@ void Carrier::inner_reject(const std::string& why) {
   call.collective = Collective::kRejected;
   call.set_note(why);
   at::Tensor all;
-  send_description(call, all, Deadline());
+  left_behind_.erase(std::remove_if(left_behind_.begin(), left_behind_.end(),
+                                    [](const auto& work) { return work->isCompleted(); }),
+                     left_behind_.end());
+  left_behind_.push_back(send_description(call, all, Deadline()));
 }
 
 // Gloo rounds 16-bit floats at every hop, has no averages of integers, no int16 and a bool sum that

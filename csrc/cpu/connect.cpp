@@ -108,21 +108,30 @@ class Connector {
       }
       poll();
       if (deadline_.expired()) throw Error(ErrorKind::kTimeout, missing_message(step, peer));
+      // Asked first, looked again after: a rank may say its word and then end.
+      if (state_.config.peer_lost && state_.config.peer_lost() && !store.try_get(key(step, peer))) {
+        throw Error(ErrorKind::kPeerDied, "fccl " + state_.where() + ": " + missing_ranks(step, peer) +
+                                              " ended or destroyed the group before its first collective");
+      }
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::microseconds(10000));
     }
     return values;
   }
 
-  std::string missing_message(const std::string& step, int first) {
+  std::string missing_ranks(const std::string& step, int first) {
     std::string missing;
     for (int peer = first; peer < ranks(); ++peer) {
       if (state_.config.store->try_get(key(step, peer))) continue;
       missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(peer);
     }
+    return missing.empty() ? "a rank" : missing;
+  }
+
+  std::string missing_message(const std::string& step, int first) {
     return "fccl " + state_.where() + ": timed out after " + std::to_string(deadline_.span().count()) +
-           " ms in the group's first collective: " + (missing.empty() ? "a rank" : missing) +
-           " did not come (step '" + step + "')";
+           " ms in the group's first collective: " + missing_ranks(step, first) + " did not come (step '" +
+           step + "')";
   }
 
   std::vector<Hello> exchange_hellos() {

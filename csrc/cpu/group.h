@@ -47,6 +47,9 @@ struct GroupConfig {
   int world_size = 1;
   std::string name;                      // for messages: torch's group name
   std::shared_ptr<KeyValueStore> store;  // private to this incarnation of the group
+  // Whether some rank is known to have ended or left. Asked while connect() waits for the others, who cannot
+  // be watched yet; may be empty.
+  std::function<bool()> peer_lost = {};
   GroupTesting testing = {};
 };
 

@@ -170,6 +170,32 @@ def test_time_out_in_the_first_collective():
     run_ranks(first_collective, 3, init_kwargs=SHORT)
 
 
+def one_is_gone_before_the_first_collective(rank, world_size, how, group_of):
+    group = dist.new_group([0, 1]) if group_of == "two" else None
+    if rank == 1:
+        if how == "exit":
+            os._exit(5)
+        dist.destroy_process_group(group)
+        return
+    if rank == 0:
+        start = time.monotonic()
+        text = message_of(dist.DistNetworkError, lambda: dist.all_reduce(torch.ones(3), group=group))
+        assert "rank 1" in text and "before its first collective" in text, text
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("group_of", ["all", "two"])
+@pytest.mark.parametrize("how", ["exit", "destroy"])
+def test_a_rank_that_is_gone_before_the_first_collective(how, group_of):
+    run_ranks(
+        one_is_gone_before_the_first_collective,
+        2 if group_of == "all" else 3,
+        how,
+        group_of,
+        expect_exit={1: 5} if how == "exit" else None,
+    )
+
+
 def wait_with_a_limit(rank, world_size):
     still_works(rank, world_size)
     if rank == 1:

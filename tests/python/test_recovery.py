@@ -403,6 +403,30 @@ def test_a_waiting_call_can_be_ended(engine, how, tmp_path):
     )
 
 
+def thread_count():
+    return len(os.listdir("/proc/self/task"))
+
+
+def destroyed_groups_leave_nothing(rank, world_size, folder):
+    before = thread_count()
+    for i in range(3):
+        dist.init_process_group("fccl", init_method=f"file://{folder}/{i}", rank=rank, world_size=world_size)
+        group = dist.new_group([0, 1])
+        if i != 1:  # also groups that were never used
+            right_sums(rank, world_size)
+            dist.all_reduce(torch.ones(3), async_op=True, group=group).wait()
+        assert thread_count() > before
+        dist.destroy_process_group(group)
+        del group
+        dist.destroy_process_group()
+        assert thread_count() == before
+
+
+@pytest.mark.timeout(40)
+def test_destroyed_groups_leave_no_threads(tmp_path):
+    run_ranks(destroyed_groups_leave_nothing, 2, str(tmp_path), backend=None, timeout=30, full_exit=True)
+
+
 def slow_callback(future):
     time.sleep(0.2)
     return future.value()[0] * 2
