@@ -153,11 +153,15 @@ def test_spawn(tmp_path):
 
 
 SCRIPT = """
-import atexit, json, sys
+import atexit, json, os, sys
+
+# Both ranks share the pipe, and pieces of print() would mix: one write for each line.
+def say(line):
+    os.write(1, f"\\n{{line}}\\n".encode())
 
 @atexit.register  # the first to be registered, so the last to run
 def at_exit():
-    print("group at exit:", torch.distributed.is_initialized(), flush=True)
+    say(f"group at exit: {{torch.distributed.is_initialized()}}")
 
 sys.path.insert(0, {tests!r})
 import torch
@@ -171,9 +175,7 @@ trainer = trainer_of(pl, "fccl", {folder!r})
 trainer.fit(model, data())
 metrics = {{name: value.item() for name, value in trainer.callback_metrics.items()}}
 weights = model.layer.weight.tolist()
-result = json.dumps({{"rank": trainer.global_rank, "metrics": metrics, "weights": weights}})
-sys.stdout.write(f"\\n{{result}}\\n")  # in one write: both ranks write here
-sys.stdout.flush()
+say(json.dumps({{"rank": trainer.global_rank, "metrics": metrics, "weights": weights}}))
 """
 
 
