@@ -95,6 +95,7 @@ def test_one_rank() -> None:
     code, out, err = _bench("all_gather", "--ranks", "1", "--end", "4K", "--iters", "3", "--json", "-")
     assert code == 0, err
     assert {row["busbw_gbps"] for row in json.loads(out)["rows"] if row["backend"] != "memcpy"} == {0}
+    assert "load average" in err and "numbers are Gloo's" not in err
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,7 @@ def _print_start(config: BenchConfig, meta: dict[str, Any], notes: list[str], ou
             for plan in plans
         ]
         print(f"# rotating over {', '.join(parts)}; {meta['pages']} pages", file=out)
+    print(f"# load average before the run: {meta['load_average_before']:.2f}", file=out)
     print("# one thread per rank for every backend; backends take turns every few iterations", file=out)
     if config.ranks > meta["cores"]:
         print(f"# more ranks than cores ({config.ranks} on {meta['cores']}): they share them", file=out)
@@ -195,9 +196,10 @@ def _print_start(config: BenchConfig, meta: dict[str, Any], notes: list[str], ou
         print(f"# note: {note}", file=out)
 
 
-def _warn_inner(engines: dict[str, dict[str, str]], out: IO[str]) -> None:
+def _warn_inner(engines: dict[str, dict[str, str]], ranks: int, out: IO[str]) -> None:
     engine = engines.get("fccl")
-    if engine is None or engine["engine"] == "shared-memory":
+    # A group of one rank has nothing to carry.
+    if engine is None or engine["engine"] == "shared-memory" or ranks == 1:
         return
     line = "!" * 98
     why = engine["why"] or "it does not say why"
@@ -209,11 +211,11 @@ def _warn_inner(engines: dict[str, dict[str, str]], out: IO[str]) -> None:
     )
 
 
-def _note_first(outcome: SizeOutcome, meta: dict[str, Any], out: IO[str]) -> None:
+def _note_first(outcome: SizeOutcome, ranks: int, meta: dict[str, Any], out: IO[str]) -> None:
     """Reports what only the first calls show: who refuses, and what carries the calls."""
     for name, why in outcome.dropped.items():
         print(f"# note: {name} does not do this and is left out: {why}", file=out)
-    _warn_inner(outcome.engines, out)
+    _warn_inner(outcome.engines, ranks, out)
     meta["engines"] = {name: engine["engine"] for name, engine in outcome.engines.items()}
     meta["why_inner"] = outcome.engines.get("fccl", {}).get("why", "")
     meta["dropped"] = outcome.dropped
@@ -267,7 +269,7 @@ def _measure(config: BenchConfig, meta: dict[str, Any], args: argparse.Namespace
         with contextlib.closing(run_sizes(config)) as outcomes:
             for plan, outcome in zip(config.plans, outcomes, strict=True):
                 if plan is config.plans[0]:
-                    _note_first(outcome, meta, out)
+                    _note_first(outcome, config.ranks, meta, out)
                     table.head()
                 new_rows = make_rows(config, plan, outcome, case.busbw_factor(config.ranks))
                 table.size(plan, new_rows)
@@ -293,7 +295,9 @@ def _measure(config: BenchConfig, meta: dict[str, Any], args: argparse.Namespace
     for row in rows:
         wrong[row.backend] += row.wrong
     if "fccl" in meta["engines"]:  # once more below the table, where it is seen
-        _warn_inner({"fccl": {"engine": meta["engines"]["fccl"], "why": meta["why_inner"]}}, out)
+        _warn_inner(
+            {"fccl": {"engine": meta["engines"]["fccl"], "why": meta["why_inner"]}}, config.ranks, out
+        )
     for name, count in wrong.items():
         if count:
             print(f"# WRONG: {count} wrong elements from {name}", file=out)
