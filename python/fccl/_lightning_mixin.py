@@ -221,6 +221,8 @@ class FcclStrategyMixin:
         hook, state, wrapper = self._ddp_comm_hook, self._ddp_comm_state, self._ddp_comm_wrapper
         if hook is None:
             return
+        if isinstance(hook, type) or not callable(hook):
+            hooks.check_hook(hook, "DDPStrategy(ddp_comm_hook=...)")
         if isinstance(hook, hooks.GradientHook):
             if state is None and wrapper is None:
                 hooks.register(self.model, hook)

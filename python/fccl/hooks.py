@@ -137,7 +137,7 @@ def register(ddp: DistributedDataParallel, hook: GradientHook) -> None:
         ImportError: the compiled module is missing or was built for another torch.
     """
     _check_model(ddp)
-    _check_hook(hook)
+    check_hook(hook, "fccl.hooks.register")
     extension = _extension.load()
     try:
         join_state = extension.register_comm_hook(ddp.reducer, ddp.process_group, hook._native())
@@ -185,17 +185,15 @@ def _check_model(ddp: Any) -> None:
         )
 
 
-def _check_hook(hook: Any) -> None:
+def check_hook(hook: Any, caller: str) -> None:
+    """Raises a TypeError, in the name of ``caller``, unless ``hook`` is one of fccl's hook objects."""
     if isinstance(hook, GradientHook):
         return
     if isinstance(hook, type) and issubclass(hook, GradientHook):
-        raise TypeError(
-            f"fccl.hooks.register wants a hook object, not the class: fccl.hooks.{hook.__name__}()"
-        )
+        raise TypeError(f"{caller} wants a hook object, not the class: fccl.hooks.{hook.__name__}()")
     advice = "; a Python hook goes to ddp.register_comm_hook(state, hook)" if callable(hook) else ""
     raise TypeError(
-        "fccl.hooks.register wants one of fccl's hooks, such as fccl.hooks.AllReduce(),"
-        f" not {type(hook).__name__}{advice}"
+        f"{caller} wants one of fccl's hooks, such as fccl.hooks.AllReduce(), not {type(hook).__name__}{advice}"
     )
 
 

@@ -178,3 +178,17 @@ def unused_parameters(rank, world, folder):
 def test_unused_parameters(tmp_path):
     first, second = run_lightning(unused_parameters, str(tmp_path))
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        ("bf16", r"DDPStrategy\(ddp_comm_hook=...\) wants one of fccl's hooks.*not str"),
+        (fccl.hooks.BF16Compress, r"wants a hook object, not the class: fccl.hooks.BF16Compress\(\)"),
+    ],
+)
+def test_a_hook_that_is_none_is_explained(hook, words):
+    from fccl.lightning import DDPStrategy
+
+    with pytest.raises(TypeError, match=words):
+        DDPStrategy(ddp_comm_hook=hook)._register_ddp_hooks()
