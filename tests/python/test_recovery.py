@@ -139,28 +139,6 @@ def test_a_refused_call_waits_for_late_peers(engine):
     )
 
 
-def refused_then_destroyed(rank, world_size, folder):
-    right_sums(rank, world_size)
-    done = Path(folder, "done")
-    if rank == 1:
-        wait_for(done)
-        return
-    try:
-        work = dist.all_reduce(torch.ones(3), async_op=True)
-        with pytest.raises(TypeError, match="band"):
-            dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
-        dist.destroy_process_group()
-        with pytest.raises(RuntimeError):
-            work.wait()
-    finally:
-        done.touch()
-
-
-@pytest.mark.timeout(40)
-def test_destroy_with_a_refused_call_pending(tmp_path):
-    run_ranks(refused_then_destroyed, 2, str(tmp_path), timeout=30, init_kwargs=LONG, full_exit=True)
-
-
 def no_thread_can_be_started():
     try:
         thread = threading.Thread(target=int)
@@ -231,7 +209,7 @@ def aborted_inside_gloo(rank, world_size, folder):
     """Rank 0 gives up while Gloo is writing into buffers of fccl's, in the middle of a gather."""
     right_sums(rank, world_size)
     side = 9000
-    tensor = torch.full((side, side), rank, dtype=torch.int8).t()
+    tensor = torch.full((side, side), rank, dtype=torch.int8)  # contiguous: Gloo begins at once
     for _ in range(2):  # Gloo's first use of a connection is slow
         dist.gather(torch.ones(3), [torch.ones(3) for _ in range(world_size)] if rank == 0 else None)
     backend, inner_went_on = fccl.backend_of(), Path(folder, "rank 0 has given up")
@@ -285,29 +263,6 @@ def test_many_refused_calls_in_a_row(refused_on, bursts, engine):
 
 
 # ---- signals ----
-
-
-def interrupted_in_another_calls_wait(rank, world_size, folder):
-    """The thread waits for its second work by making the first: Ctrl-C is for the thread, not for a work."""
-    right_sums(rank, world_size)
-    done = Path(folder, "done")
-    if rank == 1:
-        wait_for(done)
-        return
-    try:
-        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
-        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            works[1].wait()
-        timer.join()
-    finally:
-        done.touch()
-
-
-@pytest.mark.timeout(40)
-def test_control_c_while_waiting_behind_another_call(tmp_path):
-    run_ranks(interrupted_in_another_calls_wait, 2, str(tmp_path), timeout=30, init_kwargs=LONG)
 
 
 def terminated_while_waiting(rank, world_size, operation, folder):
@@ -372,6 +327,25 @@ def destroy():
     assert time.monotonic() - start < 10
 
 
+def refuse_then_destroy():
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    with pytest.raises(TypeError, match="band"):
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError):
+        work.wait()
+
+
+def interrupt():
+    """The thread waits for its second work by making the first: Ctrl-C is for the thread, not for a work."""
+    works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        works[1].wait()
+    timer.join()
+
+
 def gives_up(rank, world_size, engine, folder, how):
     """Rank 0 ends a collective that rank 1 never makes."""
     right_sums(rank, world_size)
@@ -388,7 +362,7 @@ def gives_up(rank, world_size, engine, folder, how):
 
 @pytest.mark.timeout(50)
 @engines
-@pytest.mark.parametrize("how", [abort, destroy])
+@pytest.mark.parametrize("how", [abort, destroy, refuse_then_destroy, interrupt])
 def test_a_waiting_call_can_be_ended(engine, how, tmp_path):
     run_ranks(
         gives_up,
