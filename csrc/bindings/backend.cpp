@@ -96,8 +96,8 @@ void bind_backend(py::module_& m) {
       .def("collective_counts", &FcclBackend::collective_counts,
            "Finished collectives on CPU tensors, by name.");
 
-  m.def("shutdown_all", &FcclBackend::shutdown_all, py::call_guard<py::gil_scoped_release>(),
-        "Shuts down every fccl backend of this process; called at exit.");
+  m.def("shutdown_all", &FcclBackend::shutdown_all, py::arg("why"), py::call_guard<py::gil_scoped_release>(),
+        "Shuts down every fccl backend of this process, at exit; peers that wait are told why.");
 }
 
 }  // namespace fccl::bindings

@@ -57,7 +57,7 @@ c10::intrusive_ptr<FcclBackend> FcclBackend::create(Config config) {
   return backend;
 }
 
-void FcclBackend::shutdown_all() noexcept {
+void FcclBackend::shutdown_all(const std::string& why) noexcept {
   const GilRelease unlocked;
   std::vector<c10::intrusive_ptr<FcclBackend>> alive;
   {
@@ -69,7 +69,7 @@ void FcclBackend::shutdown_all() noexcept {
   }
   for (const auto& backend : alive) {
     try {
-      backend->shutdown();
+      backend->shut_down(why);
     } catch (...) {
       // The process is ending; there is nobody left to tell.
     }
@@ -201,17 +201,19 @@ void FcclBackend::abort() {
   if (cuda_inner_) cuda_inner_->abort();
 }
 
-void FcclBackend::shutdown() {
+void FcclBackend::shutdown() { shut_down("it was destroyed there"); }
+
+void FcclBackend::shut_down(const std::string& why) {
   if (fork_generation() != born_in_ || shut_down_.exchange(true)) return;
   GilRelease unlocked;
   const auto grace = std::min<std::chrono::milliseconds>(kDrain, std::chrono::milliseconds(timeout_ms_));
-  const bool idle = executor_->stop(grace, [this] {
+  const bool idle = executor_->stop(grace, [this, &why] {
     if (carrier_->group() != nullptr) {
-      carrier_->group()->abort("rank " + std::to_string(rank_) + " destroyed group " + group_name_ +
-                               " while collectives were pending");
+      carrier_->group()->abort("rank " + std::to_string(rank_) + " left group " + group_name_ +
+                               " while collectives were pending: " + why);
     }
   });
-  if (idle && carrier_->group() != nullptr) carrier_->group()->leave();
+  if (idle && carrier_->group() != nullptr) carrier_->group()->leave(why);
   if (carrier_->inner()) carrier_->inner()->shutdown();
   std::lock_guard lock(cuda_mutex_);
   if (cuda_inner_) cuda_inner_->shutdown();

@@ -48,7 +48,7 @@ class FcclBackend final : public ::c10d::Backend {
 
   static c10::intrusive_ptr<FcclBackend> create(Config config);
   // Shuts down every backend of this process: at exit, while threads can still be joined.
-  static void shutdown_all() noexcept;
+  static void shutdown_all(const std::string& why) noexcept;
 
   explicit FcclBackend(Config config);
   ~FcclBackend() override;
@@ -110,6 +110,8 @@ class FcclBackend final : public ::c10d::Backend {
   void release_resources() override;  // c10's, for intrusive_ptr
 
  private:
+  void shut_down(const std::string& why);
+
   // One call, as far as all calls are alike.
   struct Call {
     ::c10d::OpType type;

@@ -212,12 +212,10 @@ void Carrier::broadcast(void* buffer, std::size_t count, DType dtype, int root, 
 void Carrier::barrier(const Deadline& deadline) {
   switch (connect(deadline)) {
     case Mode::kEngine: group_->barrier(deadline); break;
-    case Mode::kInner: {
-      Description call;
-      call.collective = Collective::kBarrier;
-      inner_gate(call, deadline);  // everyone has come, so that is all
+    case Mode::kInner:
+      // Once everyone has come, that is all.
+      inner_gate(Description::of(Collective::kBarrier, DType::kBytes, 0), deadline);
       break;
-    }
     default: break;
   }
 }

@@ -79,25 +79,17 @@ void Carrier::inner_gate(const Description& call, const Deadline& deadline) {
 // end Gloo's connections: shutdown() ends what is still pending.
 void Carrier::inner_reject(const std::string& why) {
   PlainDispatch guard;
-  Description call;
-  call.collective = Collective::kRejected;
-  call.set_note(why);
   at::Tensor all;
   left_behind_.erase(std::remove_if(left_behind_.begin(), left_behind_.end(),
                                     [](const auto& work) { return work->isCompleted(); }),
                      left_behind_.end());
-  left_behind_.push_back(send_description(call, all, Deadline()));
+  left_behind_.push_back(send_description(Description::rejected(why), all, Deadline()));
 }
 
 // Gloo rounds 16-bit floats at every hop, has no averages of integers, no int16 and a bool sum that
 // stores the byte 2; so the sum is formed in a wider private buffer and rounded once.
 void Carrier::inner_all_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op,
                                const Deadline& deadline) {
-  Description call;
-  call.collective = Collective::kAllReduce;
-  call.dtype = dtype;
-  call.reduce_op = op;
-  call.count = count;
   PlainDispatch guard;
   const at::Tensor from = tensor_at(input, count, dtype);
   at::Tensor to = tensor_at(output, count, dtype);
@@ -121,7 +113,8 @@ void Carrier::inner_all_reduce(const void* input, void* output, std::size_t coun
   const bool ordered = wide_op == ReduceOp::kMin || wide_op == ReduceOp::kMax;
   const bool may_be_nan = ordered && at::isFloatingType(wide.scalar_type());
   const at::Tensor nan = may_be_nan ? at::isnan(wide).to(at::kByte) : at::Tensor();
-  inner_gate(call, deadline);  // after the private copies: without memory for them, the call is a refused one
+  // After the private copies: without memory for them, the call is a refused one.
+  inner_gate(Description::of(Collective::kAllReduce, dtype, count, -1, op), deadline);
   if (count == 0) return;
   const auto reduce = [&](const at::Tensor& tensor, ReduceOp with) {
     std::vector<at::Tensor> tensors{tensor};
@@ -168,17 +161,12 @@ void Carrier::inner_all_gather(const void* input, std::span<void* const> outputs
 
 void Carrier::inner_broadcast(void* buffer, std::size_t count, DType dtype, int root,
                               const Deadline& deadline) {
-  Description call;
-  call.collective = Collective::kBroadcast;
-  call.dtype = dtype;
-  call.count = count;
-  call.root = root;
   // A private buffer: Gloo may go on with it after our wait was given up.
   PlainDispatch guard;
   const std::size_t bytes = count * size_of(dtype);
   std::vector<at::Tensor> tensors{at::empty({static_cast<std::int64_t>(bytes)}, at::kByte)};
   if (root == rank_) std::memcpy(tensors[0].mutable_data_ptr(), buffer, bytes);
-  inner_gate(call, deadline);
+  inner_gate(Description::of(Collective::kBroadcast, dtype, count, root), deadline);
   if (count == 0) return;
   ::c10d::BroadcastOptions options;
   options.rootRank = root;

@@ -15,9 +15,7 @@ using ::c10d::OpType;
 void gate_tensors(Carrier& carrier, Collective collective, const std::vector<at::Tensor>& tensors,
                   ReduceOp op, const Deadline& deadline) {
   if (tensors.size() == 1) return;
-  Description call;
-  call.collective = collective;
-  call.reduce_op = op;
+  Description call = Description::of(collective, DType::kBytes, 0, -1, op);
   call.tensors = static_cast<std::uint32_t>(tensors.size());
   for (const at::Tensor& tensor : tensors) call.count += static_cast<std::uint64_t>(tensor.numel());
   carrier.gate(call, deadline);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "c10d/backend.h"
+#include "cpu/siphash.h"
 
 namespace fccl::c10d_backend {
 namespace {
@@ -15,12 +16,8 @@ namespace {
 using ::c10d::OpType;
 
 Description describe_call(Collective collective, const at::Tensor& tensor, int root) {
-  Description call;
-  call.collective = collective;
-  call.dtype = dtype_of(tensor.scalar_type());
-  call.count = static_cast<std::uint64_t>(tensor.numel());
-  call.root = root;
-  return call;
+  return Description::of(collective, dtype_of(tensor.scalar_type()),
+                         static_cast<std::uint64_t>(tensor.numel()), root);
 }
 
 std::string pair_text(std::int64_t sent, std::size_t from, std::int64_t expected, std::size_t to) {
@@ -74,6 +71,11 @@ FcclBackend::WorkPtr FcclBackend::sparse_all_reduce(const Call& sparse_call, Ten
   return submit(c, tensors, tensors, [tensor, op = reduction.op](Carrier& carrier, const Deadline& deadline) {
     Description call = describe_call(Collective::kSparseAllReduce, tensor, -1);
     call.reduce_op = op;
+    // Ranks may have other elements, but of tensors of one shape, of which as many dimensions are sparse.
+    std::vector<std::int64_t> shape = tensor.sizes().vec();
+    shape.push_back(tensor.sparse_dim());
+    call.flags = Description::kUneven;
+    call.output_count = cpu::fingerprint(shape);
     carrier.gate(call, deadline);
     if (carrier.size() == 1) return;
     std::vector<at::Tensor> inputs{tensor};

@@ -27,6 +27,24 @@ const char* name_of(Collective collective) noexcept {
   return "unknown";
 }
 
+Description Description::of(Collective collective, DType dtype, std::uint64_t count, int root,
+                            ReduceOp op) noexcept {
+  Description call;
+  call.collective = collective;
+  call.dtype = dtype;
+  call.count = count;
+  call.root = root;
+  call.reduce_op = op;
+  return call;
+}
+
+Description Description::rejected(const std::string& why) noexcept {
+  Description call;
+  call.collective = Collective::kRejected;
+  call.set_note(why);
+  return call;
+}
+
 void Description::set_note(const std::string& text) noexcept { copy_text(text, note); }
 
 void Description::validate() noexcept {
@@ -84,7 +102,7 @@ std::string Description::to_string() const {
   std::string text = name_of(collective);
   if (collective == Collective::kBarrier) return text + "()";
   if (collective == Collective::kNone) return text;
-  if (collective == Collective::kRejected) return text + " (" + note + ")";
+  if (collective == Collective::kRejected) return text + ": " + note;
   text += std::string("(") + name_of(dtype) + ", count=" + std::to_string(count);
   if (output_count != 0) {
     text += (flags & kUneven) != 0 ? ", sizes=#" + std::to_string(output_count)
@@ -115,9 +133,12 @@ std::string check_compatible(std::span<const Description> calls) {
     it->second.push_back(static_cast<int>(rank));
   }
   std::string message = rejected
-                            ? "a rank's call was rejected there"
+                            ? "a rank's call was rejected"
                             : std::string("ranks made calls that do not fit: ") + difference + " differs";
-  for (const auto& [text, ranks] : groups) message += "; " + list_of(ranks) + " called " + text;
+  for (const auto& [text, ranks] : groups) {
+    const bool refused = calls[static_cast<std::size_t>(ranks[0])].collective == Collective::kRejected;
+    message += "; " + list_of(ranks) + (refused ? " made " : " called ") + text;
+  }
   message += rejected
                  ? ". No data was exchanged; correct the rejected call."
                  : ". No data was exchanged and the group stays usable; make the same call on every rank.";

@@ -48,10 +48,15 @@ struct Description {
   std::uint64_t output_count = 0;  // elements received; with kUneven a fingerprint of the sizes; or 0
   std::uint32_t tensors = 1;       // tensors in a coalesced call
   std::uint32_t reserved = 0;
-  char note[80] = {};  // kRejected: why, NUL-terminated
+  char note[208] = {};  // kRejected: why, NUL-terminated
 
   // all_gather and gate: ranks may contribute different counts.
   static constexpr std::uint8_t kUneven = 1;
+
+  static Description of(Collective collective, DType dtype, std::uint64_t count, int root = -1,
+                        ReduceOp op = ReduceOp::kSum) noexcept;
+  // The call that a rank refuses, and why.
+  static Description rejected(const std::string& why) noexcept;
 
   void set_note(const std::string& text) noexcept;
   // Replaces what a well-behaved peer could not have written: enumerators out of range, a note that
@@ -61,7 +66,7 @@ struct Description {
   std::string to_string() const;
 };
 static_assert(std::is_trivially_copyable_v<Description>);
-static_assert(sizeof(Description) == 112, "part of the shared-memory layout");
+static_assert(sizeof(Description) == 240, "part of the shared-memory layout");
 
 // Empty if the calls fit; else a message that holds every rank's call (equal calls are listed once,
 // with their ranks) and says what differs.

@@ -112,19 +112,11 @@ class Gather {
   std::size_t size_ = 0;
 };
 
-// Names a list of sizes in a description: ranks must expect the same of one another.
-std::uint64_t fingerprint(std::span<const std::size_t> counts) {
-  const std::vector<std::uint64_t> wide(counts.begin(), counts.end());
-  return siphash({0, 0}, wide.data(), wide.size() * sizeof(std::uint64_t)) | 1;
-}
-
 }  // namespace
 
 Description describe_all_gather(std::span<const std::size_t> counts, int rank, DType dtype, bool uneven) {
-  Description description;
-  description.collective = Collective::kAllGather;
-  description.dtype = dtype;
-  description.count = counts[static_cast<std::size_t>(rank)];
+  Description description =
+      Description::of(Collective::kAllGather, dtype, counts[static_cast<std::size_t>(rank)]);
   if (uneven) {
     description.flags = Description::kUneven;
     description.output_count = fingerprint(counts);

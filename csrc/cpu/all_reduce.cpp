@@ -172,11 +172,7 @@ void Group::all_reduce(const void* input, void* output, std::size_t count, DType
     reject(why, deadline);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }
-  Description description;
-  description.collective = Collective::kAllReduce;
-  description.dtype = dtype;
-  description.reduce_op = op;
-  description.count = count;
+  const Description description = Description::of(Collective::kAllReduce, dtype, count, -1, op);
   const std::size_t element = size_of(dtype);
   run_call(*state_, description, deadline, [&](Call& call) {
     if (call.world_size() == 1) {

@@ -53,11 +53,7 @@ void Group::broadcast(void* buffer, std::size_t count, DType dtype, int root, co
     reject(why, deadline);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }
-  Description description;
-  description.collective = Collective::kBroadcast;
-  description.dtype = dtype;
-  description.root = root;
-  description.count = count;
+  const Description description = Description::of(Collective::kBroadcast, dtype, count, root);
   const std::size_t bytes = count * size_of(dtype);
   run_call(*state_, description, deadline, [&](Call& call) {
     if (call.world_size() == 1) return;

@@ -170,8 +170,12 @@ std::optional<std::string> Group::State::failure_of(int peer, std::uint64_t numb
   const auto state = static_cast<RankState>(status.state.load(std::memory_order_acquire));
   // A peer that failed in a later collective has done its part of this one.
   if (state != RankState::kFailed || peer == rank() || status.failed_at > number) return std::nullopt;
-  char text[sizeof(status.text)];
-  std::memcpy(text, status.text, sizeof(text));
+  return text_of(peer);
+}
+
+std::string Group::State::text_of(int peer) const {
+  char text[sizeof(StatusLine::text)];
+  std::memcpy(text, controls[static_cast<std::size_t>(peer)]->status.text, sizeof(text));
   make_printable(text);
   return text;
 }
@@ -222,11 +226,11 @@ void Call::check(const std::atomic<std::uint64_t>& word, std::uint64_t target) {
   }
   if (state_of(awaited_) == RankState::kLeft && !reached()) {
     throw Error(ErrorKind::kPeerLeft,
-                what() + ": " + awaited +
-                    " has left the group, or its program has ended (after its collective #" +
+                what() + ": " + awaited + " has left the group: " + state_.text_of(awaited_) +
+                    " (after its collective #" +
                     std::to_string(state_.controls[static_cast<std::size_t>(awaited_)]->progress.arrived.load(
                         std::memory_order_acquire)) +
-                    ") and will not take part; the ranks must make the same calls");
+                    "). It will not take part; the ranks must make the same calls");
   }
   state_.throw_if_failed();
   for (int peer = 0; peer < world_size(); ++peer) {
@@ -252,7 +256,7 @@ void fail_interrupted(Group::State& state, const Description& description) noexc
 
 Group::Group(GroupConfig config) : state_(std::make_unique<State>()) { state_->config = std::move(config); }
 
-Group::~Group() { leave(); }
+Group::~Group() { leave("the group was freed there"); }
 
 int Group::rank() const noexcept { return state_->rank(); }
 int Group::world_size() const noexcept { return state_->world_size(); }
@@ -266,9 +270,7 @@ std::uint64_t Group::sequence_number() const noexcept {
 }
 
 void Group::barrier(const Deadline& deadline) {
-  Description description;
-  description.collective = Collective::kBarrier;
-  gate(description, deadline);
+  gate(Description::of(Collective::kBarrier, DType::kBytes, 0), deadline);
 }
 
 void Group::gate(const Description& description, const Deadline& deadline) {
@@ -285,9 +287,7 @@ void Group::reject(const std::string& why, const Deadline& deadline) noexcept {
       state.generation != fork_generation()) {
     return;
   }
-  Description description;
-  description.collective = Collective::kRejected;
-  description.set_note(why);
+  const Description description = Description::rejected(why);
   const std::uint64_t number = state.sequence.load(std::memory_order_relaxed) + 1;
   // Line `number` was last used for number - kDescriptionLines, which peers are done with if all of
   // them have arrived one later (I2). If that is not known, do as other calls do and see the peers arrive
@@ -308,7 +308,7 @@ void Group::abort(const std::string& reason) noexcept {
   state_->fail(Error(ErrorKind::kAborted, "fccl " + state_->where() + " was aborted: " + reason));
 }
 
-void Group::leave() noexcept {
+void Group::leave(const std::string& why) noexcept {
   State& state = *state_;
   if (state.left.exchange(true) || !state.connected || state.own.data() == nullptr) return;
   // In a forked child the segment is the parent's, who is still there.
@@ -316,6 +316,7 @@ void Group::leave() noexcept {
   {
     const std::lock_guard lock(state.failure_mutex);
     if (!state.failure) {
+      copy_text(why, state.control().status.text);
       state.control().status.state.store(static_cast<std::uint32_t>(RankState::kLeft),
                                          std::memory_order_release);
     }

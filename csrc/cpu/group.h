@@ -62,7 +62,7 @@ struct GroupConfig {
 class Group {
  public:
   explicit Group(GroupConfig config);
-  ~Group();  // leave()s
+  ~Group();  // leaves
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -104,7 +104,8 @@ class Group {
   void abort(const std::string& reason) noexcept;
   // Says goodbye. Peers that still wait for this rank learn that it left. Idempotent. Must not be
   // called while a collective runs in another thread (abort() first).
-  void leave() noexcept;
+  // `why` is told to peers that wait for it.
+  void leave(const std::string& why) noexcept;
   // The sticky error, if any.
   std::optional<Error> failure() const;
 

@@ -77,6 +77,8 @@ struct Group::State {
   void throw_if_failed() const;
   // What `peer` says if it has failed in collective `number` or before.
   std::optional<std::string> failure_of(int peer, std::uint64_t number) const;
+  // What `peer`, which has failed or left, says of that.
+  std::string text_of(int peer) const;
   void wake_everyone() const noexcept;
 };
 

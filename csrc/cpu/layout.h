@@ -18,7 +18,7 @@ namespace fccl::cpu {
 
 // 128: adjacent 64-byte lines are fetched in pairs on x86, and some AArch64 cores have such lines.
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::uint32_t kLayoutVersion = 1;
+inline constexpr std::uint32_t kLayoutVersion = 2;
 
 // Counters only grow, are 64 bits wide and start at zero. They are what peers wait for, so they
 // share one line: a peer that polls one gets all.
@@ -35,7 +35,7 @@ struct alignas(kLine) ParkLine {
 
 enum class RankState : std::uint32_t { kActive = 0, kFailed = 1, kLeft = 2 };
 
-// `state` is stored last (release); the rest is valid once it is kFailed.
+// `state` is stored last (release). Once it is kFailed the rest is valid, once it is kLeft the text.
 struct alignas(kLine) StatusLine {
   std::atomic<std::uint32_t> state{0};
   std::uint32_t kind = 0;          // ErrorKind

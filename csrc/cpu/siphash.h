@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
+#include <vector>
 
 namespace fccl::cpu {
 
@@ -42,6 +44,13 @@ inline std::uint64_t siphash(const SipKey& key, const void* data, std::size_t si
   v2 ^= 0xff;
   rounds(4);
   return v0 ^ v1 ^ v2 ^ v3;
+}
+
+// Names a list of sizes in a description of a call; never 0.
+template <typename Sizes>
+std::uint64_t fingerprint(const Sizes& sizes) {
+  const std::vector<std::uint64_t> wide(std::begin(sizes), std::end(sizes));
+  return siphash({0, 0}, wide.data(), wide.size() * sizeof(std::uint64_t)) | 1;
 }
 
 }  // namespace fccl::cpu

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import sys
+import traceback
 from types import ModuleType
 
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -13,6 +15,16 @@ _module: ModuleType | None = None
 
 def _minor(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _at_exit(module: ModuleType) -> None:
+    """Threads are joined while the interpreter still works, and peers learn that this rank left, and why."""
+    why = "its program has ended"
+    # Set by an exception that nobody caught, before exit handlers run; in a session by any before.
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    if error is not None:
+        why = f"its program ended with {traceback.format_exception_only(type(error), error)[-1].strip()}"
+    module.shutdown_all(why)
 
 
 def load() -> ModuleType:
@@ -55,7 +67,6 @@ def load() -> ModuleType:
             f"fccl's compiled module, built for torch {built_for}, does not load with torch "
             f"{torch.__version__}: {error}\nIn fccl's source folder run: {_REBUILD}"
         ) from error
-    # Threads are joined while the interpreter still works, and peers learn that this rank left.
-    atexit.register(module.shutdown_all)
+    atexit.register(_at_exit, module)
     _module = module
     return module

@@ -106,13 +106,14 @@ TEST(Failure, LeavingIsNotDying) {
   expect_ranks(2, [](Group& group) {
     barrier(group, 10000);
     if (group.rank() == 1) {
-      group.leave();
+      group.leave("the test says so");
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
       return;
     }
     const Failed failed = failure_of([&] { barrier(group, 20000); });
     require(failed.kind == ErrorKind::kPeerLeft, failed.message);
-    require(failed.message.find("rank 1 has left the group") != std::string::npos, failed.message);
+    require(failed.message.find("rank 1 has left the group: the test says so") != std::string::npos,
+            failed.message);
   });
 }
 

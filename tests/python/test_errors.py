@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -92,6 +94,11 @@ def mismatches(rank, world_size):
             lambda: dist.reduce(torch.ones(4), dst=0),
             lambda: dist.all_reduce(torch.ones(4)),
             ("reduce", "all_reduce"),
+        ),
+        "sparse shape": (
+            lambda: dist.all_reduce(torch.ones(4, 3).to_sparse()),
+            lambda: dist.all_reduce(torch.ones(3, 4).to_sparse()),
+            ("sparse", "sizes"),
         ),
         "delegated root": (
             lambda: dist.scatter(torch.ones(2), [torch.ones(2)] * world_size if rank == 0 else None, src=0),
@@ -253,6 +260,45 @@ def dies_within(rank, world_size):
 
 def test_death_in_the_middle():
     run_ranks(dies_within, 2, expect_exit={1: -9}, full_exit=True)
+
+
+PROGRAM = """
+import sys, time, torch, torch.distributed as dist
+rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("fccl", init_method=f"file://{store}", rank=rank, world_size=2)
+dist.barrier()
+if rank == 1:
+    if how == "raise":
+        raise ValueError("the data are gone")
+    sys.exit(0)
+try:
+    dist.all_reduce(torch.ones(3))
+except dist.DistNetworkError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("raise", "its program ended with ValueError: the data are gone"), ("exit", "its program has ended")],
+)
+def test_peers_learn_how_a_program_ended(how, why, tmp_path):
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store"), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        (said, _), (_, trace) = (program.communicate(timeout=60) for program in programs)
+    finally:
+        for program in programs:
+            program.kill()
+    assert f"rank 1 has left the group: {why}" in said, said
+    assert ("ValueError" in trace) == (how == "raise")
 
 
 def one_leaves(rank, world_size):
