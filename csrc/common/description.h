@@ -48,7 +48,12 @@ struct Description {
   std::uint64_t output_count = 0;  // elements received; with kUneven a fingerprint of the sizes; or 0
   std::uint32_t tensors = 1;       // tensors in a coalesced call
   std::uint32_t reserved = 0;
-  char note[208] = {};  // kRejected: why, NUL-terminated
+  // Where this rank's tensors lie in its arena, or kNowhere. Not compared: ranks need not agree on it.
+  std::uint64_t input_at = kNowhere;
+  std::uint64_t output_at = kNowhere;
+  char note[192] = {};  // kRejected: why, NUL-terminated
+
+  static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
 
   // all_gather and gate: ranks may contribute different counts.
   static constexpr std::uint8_t kUneven = 1;

@@ -1,4 +1,4 @@
-// all_gather, one-shot and staged, with equal or unequal contributions.
+// all_gather, one-shot and staged, with equal or unequal contributions; without copies: zero_copy.h.
 //
 // One-shot (every contribution is small): each rank writes its own into its one-shot slot, arrives, and
 // copies everybody's. Parity as in all_reduce (I4).
@@ -12,12 +12,17 @@
 
 #include "cpu/group_state.h"
 #include "cpu/siphash.h"
+#include "cpu/zero_copy.h"
 
 namespace fccl::cpu {
 
 namespace {
 
 constexpr std::size_t kChunk = 256 << 10;
+
+std::size_t largest_of(std::span<const std::size_t> counts) {
+  return *std::max_element(counts.begin(), counts.end());
+}
 
 class Gather {
  public:
@@ -30,11 +35,13 @@ class Gather {
         element_(element) {}
 
   void run() {
-    const std::size_t largest = *std::max_element(counts_.begin(), counts_.end()) * element_;
+    const std::size_t largest = largest_of(counts_) * element_;
     if (largest <= call_.geometry().one_shot_bytes) {
       one_shot();
     } else {
-      staged(largest);
+      call_.arrive();
+      call_.meet();
+      if (!zero_copy_all_gather(call_, outputs_, counts_, element_)) staged(largest);
     }
   }
 
@@ -66,8 +73,6 @@ class Gather {
   void staged(std::size_t largest) {
     size_ = std::min<std::size_t>(kChunk, call_.geometry().chunk_bytes);
     const std::uint64_t chunks = (largest + size_ - 1) / size_;
-    call_.arrive();
-    call_.meet();
     stage(0);
     for (std::uint64_t k = 0; k < chunks; ++k) {
       if (k + 1 < chunks) stage(k + 1);
@@ -133,10 +138,12 @@ void Group::all_gather(const void* input, std::span<void* const> outputs, std::s
     reject(why, deadline);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }
-  const Description description = describe_all_gather(counts, rank(), dtype, uneven);
+  Description description = describe_all_gather(counts, rank(), dtype, uneven);
+  const std::size_t bytes = counts[static_cast<std::size_t>(rank())] * size_of(dtype);
+  if (largest_of(counts) * size_of(dtype) > state_->geometry.one_shot_bytes)
+    place(*state_, description, {.input = input}, bytes, 0);
   run_call(*state_, description, deadline, [&](Call& call) {
     if (call.world_size() == 1) {
-      const std::size_t bytes = counts[0] * size_of(dtype);
       if (bytes != 0 && outputs[0] != input) std::memmove(outputs[0], input, bytes);
       return;
     }

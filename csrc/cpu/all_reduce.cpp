@@ -1,4 +1,4 @@
-// all_reduce, one-shot and staged.
+// all_reduce, one-shot and staged; without copies: zero_copy.h.
 //
 // One-shot (small): every rank writes its message into its own one-shot slot, arrives, and reduces all
 // slots itself. One rendezvous; world_size times the reading. The slot alternates by the call's parity
@@ -29,33 +29,16 @@
 // Numerics: every element is reduced by one kernel call over all ranks' values in rank order, whichever
 // path it takes and wherever chunks begin, so the result does not depend on any of that.
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 #include "cpu/group_state.h"
 #include "cpu/kernels/reduce.h"
+#include "cpu/per_rank.h"
+#include "cpu/zero_copy.h"
 
 namespace fccl::cpu {
 
 namespace {
-
-// The sources of one reduction, by rank; ranks beyond the array live on the heap.
-class Sources {
- public:
-  explicit Sources(int count) {
-    if (static_cast<std::size_t>(count) > small_.size()) large_.resize(static_cast<std::size_t>(count));
-    data_ = large_.empty() ? small_.data() : large_.data();
-  }
-  Sources(const Sources&) = delete;
-  Sources& operator=(const Sources&) = delete;
-  const void*& operator[](int rank) { return data_[rank]; }
-  const void* const* data() const { return data_; }
-
- private:
-  std::array<const void*, 16> small_{};
-  std::vector<const void*> large_;
-  const void** data_;
-};
 
 void one_shot(Call& call, const void* input, void* output, std::size_t count, std::size_t element,
               ReduceFunction reduce) {
@@ -65,7 +48,7 @@ void one_shot(Call& call, const void* input, void* output, std::size_t count, st
   call.meet();
   if (count == 0) return;
   const int ranks = call.world_size();
-  Sources sources(ranks);
+  PerRank<const void*> sources(ranks);
   for (int rank = 0; rank < ranks; ++rank) sources[rank] = call.slot(rank, offset);
   reduce(output, nullptr, sources.data(), ranks, count, ranks);
 }
@@ -84,8 +67,6 @@ class Staged {
 
   void run() {
     const std::uint64_t chunks = (bytes_ + chunk_bytes() - 1) / chunk_bytes();
-    call_.arrive();
-    call_.meet();
     stage(0);
     for (std::uint64_t k = 0; k < chunks; ++k) {
       if (k + 1 < chunks) stage(k + 1);
@@ -158,7 +139,7 @@ class Staged {
   const std::size_t bytes_;
   const std::size_t element_;
   const ReduceFunction kernel_;
-  Sources sources_;
+  PerRank<const void*> sources_;
 };
 
 }  // namespace
@@ -172,16 +153,22 @@ void Group::all_reduce(const void* input, void* output, std::size_t count, DType
     reject(why, deadline);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }
-  const Description description = Description::of(Collective::kAllReduce, dtype, count, -1, op);
+  Description description = Description::of(Collective::kAllReduce, dtype, count, -1, op);
   const std::size_t element = size_of(dtype);
+  const std::size_t bytes = count * element;
+  const bool small = bytes <= state_->geometry.one_shot_bytes;
+  if (!small) place(*state_, description, {input, output}, bytes, bytes);
   run_call(*state_, description, deadline, [&](Call& call) {
     if (call.world_size() == 1) {
       const void* const sources[] = {input};
       if (count != 0) reduce(output, nullptr, sources, 1, count, 1);
-    } else if (count * element <= call.geometry().one_shot_bytes) {
+    } else if (small) {
       one_shot(call, input, output, count, element, reduce);
     } else {
-      Staged(call, input, output, count, element, reduce).run();
+      call.arrive();
+      call.meet();
+      if (!zero_copy_all_reduce(call, count, element, reduce))
+        Staged(call, input, output, count, element, reduce).run();
     }
   });
 }

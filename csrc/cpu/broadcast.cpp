@@ -1,4 +1,4 @@
-// broadcast, one-shot and staged.
+// broadcast, one-shot and staged; without copies: zero_copy.h.
 //
 // One-shot (small): the root writes its message into its one-shot slot before it arrives; the others
 // copy it once all have arrived. Parity as in all_reduce (I4).
@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "cpu/group_state.h"
+#include "cpu/zero_copy.h"
 
 namespace fccl::cpu {
 
@@ -23,8 +24,6 @@ void staged(Call& call, std::byte* buffer, std::size_t bytes, int root) {
   const Geometry& geometry = call.geometry();
   const std::size_t size = std::min<std::size_t>(kChunk, geometry.chunk_bytes);
   const std::uint64_t chunks = (bytes + size - 1) / size;
-  call.arrive();
-  call.meet();
   for (std::uint64_t k = 0; k < chunks; ++k) {
     const std::size_t begin = k * size;
     const std::size_t length = std::min(size, bytes - begin);
@@ -53,12 +52,17 @@ void Group::broadcast(void* buffer, std::size_t count, DType dtype, int root, co
     reject(why, deadline);
     throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
   }
-  const Description description = Description::of(Collective::kBroadcast, dtype, count, root);
+  Description description = Description::of(Collective::kBroadcast, dtype, count, root);
   const std::size_t bytes = count * size_of(dtype);
+  if (rank() == root && bytes > state_->geometry.one_shot_bytes)
+    place(*state_, description, {.input = buffer}, bytes, 0);
   run_call(*state_, description, deadline, [&](Call& call) {
     if (call.world_size() == 1) return;
     if (bytes > call.geometry().one_shot_bytes) {
-      staged(call, static_cast<std::byte*>(buffer), bytes, root);
+      call.arrive();
+      call.meet();
+      if (!zero_copy_broadcast(call, static_cast<std::byte*>(buffer), bytes, root))
+        staged(call, static_cast<std::byte*>(buffer), bytes, root);
       return;
     }
     const std::size_t offset = call.one_shot_offset();

@@ -145,6 +145,7 @@ class Connector {
     if (state_.config.testing.depth != 0) mine.geometry.depth = state_.config.testing.depth;
     candidate_ = Node::newest();
     mine.node = candidate_ ? candidate_->id() : 0;
+    if (const Arena* arena = Arena::of_process()) mine.arena_bytes = arena->capacity();
     copy_text(boot_id(), mine.boot_id);
     if (!shared_memory_enabled()) {
       copy_text("the environment variable FCCL_SHM turns shared memory off", mine.refusal);
@@ -182,6 +183,9 @@ class Connector {
                                                          deadline_, [this] { poll_step(kReady); });
       candidate_ = std::make_shared<Node>(hellos[0].group_id, state_.rank(), std::move(processes),
                                           std::move(connections));
+      std::vector<std::uint64_t> arena_bytes;
+      for (const Hello& hello : hellos) arena_bytes.push_back(hello.arena_bytes);
+      candidate_->map_arenas(arena_bytes, deadline_, [this] { poll_step(kReady); });
       Node::publish(candidate_);
     }
     state_.node = candidate_;

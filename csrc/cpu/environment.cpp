@@ -9,11 +9,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <charconv>
 #include <cstdlib>
 #include <fstream>
 #include <limits>
 #include <mutex>
 #include <sstream>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -104,6 +106,25 @@ bool shared_memory_enabled() {
   if (value == nullptr) return true;
   const std::string text(value);
   return !(text == "0" || text == "off" || text == "no" || text == "false");
+}
+
+std::uint64_t arena_size() {
+  constexpr std::uint64_t kNoLimit = std::numeric_limits<std::uint64_t>::max();
+  const char* value = std::getenv("FCCL_ARENA_SIZE");
+  if (value == nullptr || *value == '\0') return kNoLimit;
+  static constexpr std::string_view kUnits = "KMGT";
+  const std::string_view text(value);
+  std::uint64_t number = 0;
+  const auto [end, error] = std::from_chars(text.begin(), text.end(), number);
+  const std::string_view unit = text.substr(static_cast<std::size_t>(end - text.begin()));
+  const std::size_t power = unit.empty() ? 0 : kUnits.find(unit[0]) + 1;
+  if (error != std::errc() || unit.size() > 1 || (unit.size() == 1 && power == 0)) {
+    throw Error(ErrorKind::kInvalid, "the environment variable FCCL_ARENA_SIZE is '" + std::string(text) +
+                                         "', expected a number of bytes, with K, M, G or T behind it if need "
+                                         "be, such as 8G, or 0");
+  }
+  const std::size_t shift = 10 * power;
+  return number > kNoLimit >> shift ? kNoLimit : number << shift;
 }
 
 void random_bytes(void* out, std::size_t size) {

@@ -22,6 +22,11 @@ std::uint64_t network_namespace();
 // FCCL_SHM: false for "0", "off", "no" or "false".
 bool shared_memory_enabled();
 
+// FCCL_ARENA_SIZE: the most memory, in bytes, that tensors shared with the peers may take in this process;
+// K, M, G and T multiply by powers of 1024, 0 means none. Unset: no limit of its own. Throws Error (kInvalid)
+// if it cannot be read.
+std::uint64_t arena_size();
+
 // Bytes from the kernel's random generator.
 void random_bytes(void* out, std::size_t size);
 std::uint64_t random_u64();

@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <span>
+#include <thread>
 
 #include "common/text.h"
 #include "cpu/environment.h"
 #include "cpu/group_state.h"
 #include "cpu/interrupt.h"
+#include "cpu/tuning.h"
 
 namespace fccl::cpu {
 
@@ -69,8 +72,9 @@ void Group::State::wake_everyone() const noexcept {
 // ---- one collective -------------------------------------------------------------------------
 
 namespace {
-// Everything but the note, which only rejected calls have.
-constexpr std::size_t kCompared = offsetof(Description, note);
+constexpr std::size_t kWithoutNote = offsetof(Description, note);
+// Where tensors lie need not agree.
+constexpr std::size_t kCompared = offsetof(Description, input_at);
 }  // namespace
 
 Call::Call(Group::State& state, const Description& description, const Deadline& deadline)
@@ -106,7 +110,10 @@ void Call::arrive() {
   // Free by I4. Only rejected calls have a note.
   void* line = &control.descriptions[number_ % kDescriptionLines].description;
   std::memcpy(line, &description_,
-              description_.collective == Collective::kRejected ? sizeof(Description) : kCompared);
+              description_.collective == Collective::kRejected ? sizeof(Description) : kWithoutNote);
+  if (description_.input_at != Description::kNowhere || description_.output_at != Description::kNowhere) {
+    state_.exposure = {number_, done_base_ + 1, {description_.input_at, description_.output_at}};
+  }
   state_.publish(control.progress.arrived, number_);
 }
 
@@ -163,6 +170,73 @@ void Call::publish_done(std::uint64_t chunks) {
 void Call::finish(std::uint64_t chunks) {
   if (state_.staged != staged_base_ + chunks) publish_staged(chunks);
   if (state_.done != done_base_ + chunks) publish_done(chunks);
+}
+
+std::byte* Call::in_arena(int rank, End end, std::size_t bytes) const {
+  const Control& control = *state_.controls[static_cast<std::size_t>(rank)];
+  const Description& said = control.descriptions[number_ % kDescriptionLines].description;
+  // Copied once: the words are the peer's.
+  const std::uint64_t at =
+      *const_cast<const volatile std::uint64_t*>(end == End::kInput ? &said.input_at : &said.output_at);
+  if (at == Description::kNowhere || !state_.node->arenas_mapped()) return nullptr;
+  const std::span<std::byte> arena = state_.node->arena_of(state_.members[static_cast<std::size_t>(rank)]);
+  if (at > arena.size() || bytes > arena.size() - at) {
+    throw Error(ErrorKind::kSystem, what() + ": rank " + std::to_string(rank) + " says that its tensor of " +
+                                        std::to_string(bytes) + " bytes begins at " + std::to_string(at) +
+                                        " of its arena, which has " + std::to_string(arena.size()) +
+                                        "; its memory is damaged");
+  }
+  return arena.data() + at;
+}
+
+bool Group::State::is_over(const Exposure& exposed) const {
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank()) continue;
+    const ProgressLine& progress = controls[static_cast<std::size_t>(peer)]->progress;
+    const auto at_least = [](const std::atomic<std::uint64_t>& word, std::uint64_t value) {
+      return word.load(std::memory_order_acquire) >= value;
+    };
+    if (!at_least(progress.arrived, exposed.number) || at_least(progress.done, exposed.done) ||
+        at_least(progress.given_up, exposed.number) ||
+        node->is_gone(members[static_cast<std::size_t>(peer)])) {
+      continue;
+    }
+    return false;
+  }
+  return true;
+}
+
+void Group::State::give_up() noexcept {
+  if (controls.empty() || generation != fork_generation()) return;
+  ProgressLine& progress = control().progress;
+  progress.given_up.store(progress.arrived.load(std::memory_order_relaxed), std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // I8: status before, arrivals after
+  if (!exposure || config.testing.no_patience) return;
+  try {
+    const Exposure exposed = std::move(*exposure);
+    exposure.reset();
+    // A peer that is at work on this rank's memory looks up within milliseconds: the caller gets back memory
+    // that is its own. One that has been stopped may come to it later.
+    for (const Deadline patience = Deadline::after(kGiveUpPatience); !is_over(exposed);) {
+      if (patience.expired()) {
+        Arena::of_process()->quarantine(
+            exposed.offsets, [self = shared_from_this(), exposed] { return self->is_over(exposed); });
+        return;
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  } catch (...) {
+    // No memory for the bookkeeping.
+  }
+}
+
+void Call::finish_zero_copy() {
+  publish_done(1);
+  if (state_.exposure && !state_.config.testing.hasty) {
+    for (int peer = 0; peer < world_size(); ++peer) await_done(peer, 1);
+  }
+  finish(1);
+  state_.zero_copies.fetch_add(1, std::memory_order_relaxed);
 }
 
 std::optional<std::string> Group::State::failure_of(int peer, std::uint64_t number) const {
@@ -244,17 +318,24 @@ void Call::check(const std::atomic<std::uint64_t>& word, std::uint64_t target) {
 }
 
 Error settle_error(Group::State& state, const Error& error) {
-  return error.is_sticky() ? state.fail(error) : error;
+  if (!error.is_sticky()) {  // all ranks raise alike, and no data was looked at
+    state.exposure.reset();
+    return error;
+  }
+  const Error held = state.fail(error);
+  state.give_up();
+  return held;
 }
 
 void fail_interrupted(Group::State& state, const Description& description) noexcept {
   state.fail(Error(ErrorKind::kInterrupted, "fccl " + description.to_string() + " was interrupted on " +
                                                 state.where() + "; the group cannot be used any more"));
+  state.give_up();
 }
 
 // ---- the group ------------------------------------------------------------------------------
 
-Group::Group(GroupConfig config) : state_(std::make_unique<State>()) { state_->config = std::move(config); }
+Group::Group(GroupConfig config) : state_(std::make_shared<State>()) { state_->config = std::move(config); }
 
 Group::~Group() { leave("the group was freed there"); }
 
@@ -267,6 +348,13 @@ bool Group::spins() const noexcept {
 }
 std::uint64_t Group::sequence_number() const noexcept {
   return state_->sequence.load(std::memory_order_relaxed);
+}
+
+std::uint64_t Group::zero_copy_count() const noexcept {
+  return state_->zero_copies.load(std::memory_order_relaxed);
+}
+std::string Group::why_no_zero_copy() const {
+  return state_->node == nullptr ? "the group has no peers on shared memory" : state_->node->why_no_arenas();
 }
 
 void Group::barrier(const Deadline& deadline) {

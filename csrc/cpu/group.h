@@ -39,7 +39,9 @@ void set_interrupt_check(InterruptCheck check);
 struct GroupTesting {
   std::uint32_t depth = 0;       // slots of the pipelines instead of what they need; 0: what they need
   bool single_one_shot = false;  // one one-shot slot instead of two
-  std::function<void()> pause;   // called by a rank just before it reads a peer's slot
+  bool hasty = false;            // a call without copies returns before the peers are done with its memory
+  bool no_patience = false;      // a call that failed leaves its memory to the peers that are at it
+  std::function<void()> pause;   // called by a rank just before it reads a peer's slot or tensor
 };
 
 struct GroupConfig {
@@ -114,11 +116,15 @@ class Group {
 
   // Number of collectives begun so far (rejected ones and gates included).
   std::uint64_t sequence_number() const noexcept;
+  // How many of them found the tensors in the ranks' arenas and went without copies.
+  std::uint64_t zero_copy_count() const noexcept;
+  // Why tensors are never found there, or empty if they may be. After connect().
+  std::string why_no_zero_copy() const;
 
   struct State;  // implementation: group_state.h
 
  private:
-  std::unique_ptr<State> state_;
+  std::shared_ptr<State> state_;
 };
 
 // How the ranks of an all_gather describe their call: rank r contributes counts[r] elements.

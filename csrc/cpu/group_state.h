@@ -18,8 +18,15 @@
 //   I6  A verdict is a pure function of all descriptions. If calls do not fit, every rank finds so at
 //       the same number, all of them raise, the number is used up and the group goes on.
 //   I7  A release store of a counter after the data, and an acquire load of it before, order the two.
+//   I8  A rank whose tensors lie in its arena lets its peers at them from arrived = n on. It has them for
+//       itself again when, for each peer, one of these holds: the peer's `done` has grown in n (it touches
+//       them no more; a success waits for just that), its process is gone, it has given n up (`given_up`),
+//       or it has not arrived at n. In the last case it never will touch them: this rank has failed, so
+//       status = failed; fence; look at arrived  here, and  arrived = n; fence; look at status  in the
+//       peer's meet(), of which at least one sees the other's store.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -36,7 +43,7 @@
 
 namespace fccl::cpu {
 
-struct Group::State {
+struct Group::State : std::enable_shared_from_this<Group::State> {
   GroupConfig config;
 
   // ---- set by connect(); `controls` under failure_mutex, since abort() may come at any time ----
@@ -58,6 +65,15 @@ struct Group::State {
   std::uint64_t done = 0;
   std::uint64_t settled = 0;  // all ranks are known to have arrived here
   std::atomic<std::uint64_t> sequence{0};
+  std::atomic<std::uint64_t> zero_copies{0};
+
+  // Since this call peers may be at our arena's memory (I8): its number, and where.
+  struct Exposure {
+    std::uint64_t number;
+    std::uint64_t done;  // what a peer's `done` must reach
+    std::array<std::uint64_t, 2> offsets;
+  };
+  std::optional<Exposure> exposure;
 
   // ---- any thread ----
   mutable std::mutex failure_mutex;
@@ -80,7 +96,15 @@ struct Group::State {
   // What `peer`, which has failed or left, says of that.
   std::string text_of(int peer) const;
   void wake_everyone() const noexcept;
+
+  // Whether no peer can be at what was exposed any more (I8). Only for a rank that has failed.
+  bool is_over(const Exposure& exposed) const;
+  // For a rank whose call ended in a sticky error: says that it has given the call up, and sees to its own
+  // memory.
+  void give_up() noexcept;
 };
+
+enum class End { kInput, kOutput };
 
 // One collective in progress.
 class Call final : public WaitCheck {
@@ -101,14 +125,24 @@ class Call final : public WaitCheck {
   void publish_done(std::uint64_t chunks);
   // Keeps I5.
   void finish(std::uint64_t chunks);
+  // A call without copies: says that this rank is done with the peers' memory, waits until they are done with
+  // its own if they were at it, and finishes.
+  void finish_zero_copy();
 
   // Own slots, to write; a peer's, to read.
   std::byte* own_slot(std::size_t offset) const { return state_.own.data() + offset; }
   const std::byte* slot(int rank, std::size_t offset) const {
-    if (state_.config.testing.pause) [[unlikely]]
-      state_.config.testing.pause();
+    pause();
     return state_.segments[static_cast<std::size_t>(rank)] + offset;
   }
+  // For tests: gives races room.
+  void pause() const {
+    if (state_.config.testing.pause) [[unlikely]]
+      state_.config.testing.pause();
+  }
+  // After meet(): where `rank` says that its input or output of `bytes` bytes lies, or null if that is not in
+  // its arena. Throws kSystem if it is a place outside, on every rank alike.
+  std::byte* in_arena(int rank, End end, std::size_t bytes) const;
   const Geometry& geometry() const { return state_.geometry; }
   // The one-shot slot of this call (I4).
   std::size_t one_shot_offset() const {
@@ -148,6 +182,7 @@ void run_call(Group::State& state, const Description& description, const Deadlin
   try {
     Call call(state, description, deadline);
     body(call);
+    state.exposure.reset();
   } catch (const Error& error) {
     throw Error(settle_error(state, error));
   } catch (...) {

@@ -25,10 +25,11 @@ struct Hello {
   std::uint32_t world_size = 0;
   ProcessId process{};
   std::uint64_t network_namespace = 0;
-  std::uint64_t node = 0;      // id of the newest node object in this process, 0 if there is none
-  std::uint64_t group_id = 0;  // random; rank 0's names the group among all that share a node
-  SipKey token{};              // random; rank 0's is what the ranks prove to one another
-  Geometry geometry{};         // rank 0's holds
+  std::uint64_t node = 0;         // id of the newest node object in this process, 0 if there is none
+  std::uint64_t group_id = 0;     // random; rank 0's names the group among all that share a node
+  SipKey token{};                 // random; rank 0's is what the ranks prove to one another
+  Geometry geometry{};            // rank 0's holds
+  std::uint64_t arena_bytes = 0;  // size of this process's arena, 0 if it has none
   char boot_id[40] = {};
   char socket_name[40] = {};  // abstract, random
   char refusal[168] = {};     // why this rank will not share memory; empty if it will

@@ -18,14 +18,15 @@ namespace fccl::cpu {
 
 // 128: adjacent 64-byte lines are fetched in pairs on x86, and some AArch64 cores have such lines.
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::uint32_t kLayoutVersion = 2;
+inline constexpr std::uint32_t kLayoutVersion = 3;
 
 // Counters only grow, are 64 bits wide and start at zero. They are what peers wait for, so they
 // share one line: a peer that polls one gets all.
 struct alignas(kLine) ProgressLine {
-  std::atomic<std::uint64_t> arrived{0};  // collectives begun
-  std::atomic<std::uint64_t> staged{0};   // chunks put into staging slots
-  std::atomic<std::uint64_t> done{0};     // chunks reduced (all_reduce) or read (broadcast, all_gather)
+  std::atomic<std::uint64_t> arrived{0};   // collectives begun
+  std::atomic<std::uint64_t> staged{0};    // chunks put into staging slots
+  std::atomic<std::uint64_t> done{0};      // chunks reduced (all_reduce) or read (broadcast, all_gather)
+  std::atomic<std::uint64_t> given_up{0};  // the last collective that was left by an error (I8)
 };
 
 // Written only when a rank goes to sleep or wakes, so publishers can look at it cheaply.

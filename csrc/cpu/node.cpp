@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -176,6 +177,40 @@ Descriptor Node::receive_descriptor(int member, std::uint64_t group, const Deadl
     pollfd fd{socket, POLLIN, 0};
     ::poll(&fd, 1, 5);
   }
+}
+
+void Node::map_arenas(std::span<const std::uint64_t> arena_bytes, const Deadline& deadline,
+                      const std::function<void()>& check) {
+  // A tag that is no group's: the node has the name of the group that it was made for.
+  const std::uint64_t tag = ~id_;
+  const auto own = static_cast<std::size_t>(self_);
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    if (arena_bytes[i] != 0) continue;  // all members see so
+    why_no_arenas_ =
+        i == own ? Arena::why_none() : "a rank has no arena (its own fccl.memory_stats() says why)";
+    return;
+  }
+  Arena* const arena = Arena::of_process();
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    if (i != own) send_descriptor(static_cast<int>(i), tag, arena->memory().descriptor());
+  }
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    if (i == own) continue;
+    const Descriptor descriptor = receive_descriptor(static_cast<int>(i), tag, deadline, check);
+    try {
+      members_[i]->arena = Segment::open(descriptor, arena_bytes[i], Segment::Access::kReadWrite);
+    } catch (const Error& error) {
+      // A limit on address space (ulimit -v), say. Our calls say "nowhere" from now on.
+      why_no_arenas_ = std::string("a peer's arena could not be mapped: ") + error.what();
+    }
+  }
+  if (why_no_arenas_.empty()) own_arena_ = arena;
+}
+
+std::span<std::byte> Node::arena_of(int member) const noexcept {
+  const Segment& memory =
+      member == self_ ? own_arena_->memory() : members_[static_cast<std::size_t>(member)]->arena;
+  return {memory.data(), memory.size()};
 }
 
 bool Node::is_gone(int member) noexcept {

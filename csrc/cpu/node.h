@@ -9,10 +9,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "common/deadline.h"
+#include "cpu/arena.h"
 #include "cpu/hello.h"
 #include "cpu/mesh.h"
 #include "cpu/segment.h"
@@ -47,6 +50,18 @@ class Node {
   Descriptor receive_descriptor(int member, std::uint64_t group, const Deadline& deadline,
                                 const std::function<void()>& check);
 
+  // Sends our arena to every member that has one and maps theirs, whose sizes `arena_bytes` gives; all
+  // members call it together, once, before the node is published. Throws as receive_descriptor() does. What
+  // only concerns arenas is no error: arenas_mapped() is false then.
+  void map_arenas(std::span<const std::uint64_t> arena_bytes, const Deadline& deadline,
+                  const std::function<void()>& check);
+  // Whether this process has mapped every member's arena; its own calls can then do without copies.
+  bool arenas_mapped() const noexcept { return own_arena_ != nullptr; }
+  const std::string& why_no_arenas() const noexcept { return why_no_arenas_; }
+  const Arena* own_arena() const noexcept { return own_arena_; }
+  // A member's memory, ours included, if arenas_mapped().
+  std::span<std::byte> arena_of(int member) const noexcept;
+
   // Whether the member's process has ended or closed its connection. Costs two system calls.
   bool is_gone(int member) noexcept;
 
@@ -56,6 +71,7 @@ class Node {
     Descriptor socket;
     Descriptor pidfd;  // empty where the kernel or a PID namespace denies it; the socket's end then tells
     std::atomic<bool> gone{false};
+    Segment arena;
   };
 
   bool read_one(int member);
@@ -64,6 +80,8 @@ class Node {
   const int self_;
   const std::uint32_t generation_;
   std::vector<std::unique_ptr<Member>> members_;
+  const Arena* own_arena_ = nullptr;
+  std::string why_no_arenas_;
   std::mutex mutex_;  // the sockets' reading side and the stash
   std::map<std::pair<int, std::uint64_t>, Descriptor> stash_;
 };

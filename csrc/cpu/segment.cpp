@@ -45,29 +45,46 @@ Segment Segment::create(std::size_t size) {
                                         " KiB was asked for and only " + std::to_string(available >> 10) +
                                         " KiB of memory are available here");
   }
+  Segment segment = make(size);
+  int error = 0;
+  do {
+    error = ::posix_fallocate(segment.descriptor_.get(), 0, static_cast<off_t>(size));
+  } while (error == EINTR);
+  if (error != 0) throw system_error("allocating " + std::to_string(size) + " bytes of shared memory", error);
+  segment.seal_and_map(size);
+  return segment;
+}
+
+Segment Segment::reserve(std::size_t size) {
+  Segment segment = make(size);
+  segment.seal_and_map(size);
+  return segment;
+}
+
+// A file of `size` bytes, all holes.
+Segment Segment::make(std::size_t size) {
   Segment segment;
   // The seal against executing is known since Linux 6.3; older kernels answer EINVAL.
   int fd = ::memfd_create("fccl", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
   if (fd < 0 && errno == EINVAL) fd = ::memfd_create("fccl", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw system_error("memfd_create", errno);
   segment.descriptor_ = Descriptor(fd);
-
-  int error = 0;
-  do {
-    error = ::posix_fallocate(fd, 0, static_cast<off_t>(size));
-  } while (error == EINTR);
-  if (error != 0) throw system_error("allocating " + std::to_string(size) + " bytes of shared memory", error);
-  if (::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    throw system_error("sealing shared memory", errno);
-  }
-  void* data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (data == MAP_FAILED) throw system_error("mapping shared memory", errno);
-  segment.data_ = static_cast<std::byte*>(data);
-  segment.size_ = size;
+  if (::ftruncate(fd, static_cast<off_t>(size)) != 0) throw system_error("sizing shared memory", errno);
   return segment;
 }
 
-Segment Segment::open(const Descriptor& descriptor, std::size_t size) {
+void Segment::seal_and_map(std::size_t size) {
+  if (::fcntl(descriptor_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    throw system_error("sealing shared memory", errno);
+  }
+  void* data =
+      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor_.get(), 0);
+  if (data == MAP_FAILED) throw system_error("mapping shared memory", errno);
+  data_ = static_cast<std::byte*>(data);
+  size_ = size;
+}
+
+Segment Segment::open(const Descriptor& descriptor, std::size_t size, Access access) {
   const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
   if (seals < 0) throw system_error("a peer's descriptor is not shared memory that can be sealed", errno);
   if ((seals & F_SEAL_SHRINK) == 0) {
@@ -79,8 +96,11 @@ Segment Segment::open(const Descriptor& descriptor, std::size_t size) {
     throw Error(ErrorKind::kSystem, "a peer's shared memory has " + std::to_string(info.st_size) +
                                         " bytes, expected " + std::to_string(size));
   }
-  void* data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor.get(), 0);
+  const int protection = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* data = ::mmap(nullptr, size, protection, MAP_SHARED | MAP_NORESERVE, descriptor.get(), 0);
   if (data == MAP_FAILED) throw system_error("mapping a peer's shared memory", errno);
+  // A core dump of ours need not hold the peers' tensors.
+  if (access == Access::kReadWrite) ::madvise(data, size, MADV_DONTDUMP);
   Segment segment;
   segment.data_ = static_cast<std::byte*>(data);
   segment.size_ = size;

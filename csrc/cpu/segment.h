@@ -43,10 +43,14 @@ class Segment {
   // kernel answers a memfd that exceeds them by killing a process, not by an error.
   static Segment create(std::size_t size);
 
-  // Maps a descriptor that came from another process, for reading only: a peer's memory is the
-  // peer's to write, and the MMU holds us to that. Throws if the file is not sealed against
+  // As create(), but without memory: the caller puts some under each part before it uses it (arena.cpp).
+  static Segment reserve(std::size_t size);
+
+  enum class Access { kRead, kReadWrite };
+  // Maps a descriptor that came from another process. For reading only unless it is an arena: a peer's
+  // words are the peer's to write, and the MMU holds us to that. Throws if the file is not sealed against
   // shrinking or does not have exactly `size` bytes.
-  static Segment open(const Descriptor& descriptor, std::size_t size);
+  static Segment open(const Descriptor& descriptor, std::size_t size, Access access = Access::kRead);
 
   std::byte* data() const noexcept { return data_; }
   std::size_t size() const noexcept { return size_; }
@@ -56,6 +60,9 @@ class Segment {
   void release_descriptor() noexcept { descriptor_.reset(); }
 
  private:
+  static Segment make(std::size_t size);
+  void seal_and_map(std::size_t size);
+
   std::byte* data_ = nullptr;
   std::size_t size_ = 0;
   Descriptor descriptor_;

@@ -33,4 +33,7 @@ inline constexpr auto kYieldTime = std::chrono::microseconds(200);
 inline constexpr auto kCrowdedYieldTime = std::chrono::microseconds(1000);
 inline constexpr auto kParkSlice = std::chrono::milliseconds(50);
 
+// How long a rank whose call has failed waits for peers to be done with its memory.
+inline constexpr auto kGiveUpPatience = std::chrono::seconds(2);
+
 }  // namespace fccl::cpu

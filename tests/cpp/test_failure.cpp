@@ -240,12 +240,13 @@ TEST(Failure, TroubleOfOneRankInTheHandshakeIsAJointDecision) {
       3,
       [](Group& group) {
         if (group.rank() == 2) {
-          // Leaves two descriptors: for the listener and for the store's files in turn, but not for a socket
-          // to each peer.
+          // Leaves three descriptors: for the arena, the listener and the store's files in turn, but not for
+          // a socket to each peer.
           int last = 0;
           while (last < 50) last = ::dup(0);
           ::close(last);
           ::close(last - 1);
+          ::close(last - 2);
           const rlimit limit{static_cast<rlim_t>(last + 1), static_cast<rlim_t>(last + 1)};
           ::setrlimit(RLIMIT_NOFILE, &limit);
         }

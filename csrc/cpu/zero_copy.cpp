@@ -1,0 +1,90 @@
+#include "cpu/zero_copy.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace fccl::cpu {
+
+namespace {
+
+// With more than two ranks a slice goes block by block: the result is still in the nearest cache when it is
+// copied to the third rank and those after it.
+constexpr std::size_t kBlock = 16 << 10;
+
+bool all_inputs(Call& call, PerRank<const void*>& inputs, const auto& bytes_of) {
+  for (int rank = 0; rank < call.world_size(); ++rank) {
+    inputs[rank] = call.in_arena(rank, End::kInput, bytes_of(rank));
+    if (inputs[rank] == nullptr) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void place(const Group::State& state, Description& description, const Ends& ends, std::size_t input_bytes,
+           std::size_t output_bytes) {
+  if (state.node == nullptr || !state.node->arenas_mapped()) return;
+  const Arena& arena = *state.node->own_arena();
+  // Nothing lies anywhere.
+  if (ends.input != nullptr)
+    description.input_at = input_bytes == 0 ? 0 : arena.locate(ends.input, input_bytes);
+  if (ends.output != nullptr)
+    description.output_at = output_bytes == 0 ? 0 : arena.locate(ends.output, output_bytes);
+}
+
+bool zero_copy_all_reduce(Call& call, std::size_t count, std::size_t element, ReduceFunction reduce) {
+  const int ranks = call.world_size();
+  const int self = call.rank();
+  const std::size_t bytes = count * element;
+  PerRank<const void*> inputs(ranks);
+  PerRank<std::byte*> outputs(ranks);
+  if (!all_inputs(call, inputs, [&](int) { return bytes; })) return false;
+  for (int rank = 0; rank < ranks; ++rank) {
+    outputs[rank] = call.in_arena(rank, End::kOutput, bytes);
+    if (outputs[rank] == nullptr) return false;
+  }
+  // Equal slices, in whole lines so that no two ranks write to one.
+  const std::size_t share = (bytes / static_cast<std::size_t>(ranks) + kLine) / kLine * kLine;
+  const std::size_t begin = std::min(bytes, share * static_cast<std::size_t>(self));
+  const std::size_t end = std::min(bytes, begin + share);
+  const int second = (self + 1) % ranks;
+  const std::size_t step = ranks == 2 ? end - begin : kBlock;
+  PerRank<const void*> sources(ranks);
+  for (std::size_t at = begin; at < end; at += step) {
+    const std::size_t size = std::min(step, end - at);
+    for (int rank = 0; rank < ranks; ++rank) sources[rank] = static_cast<const std::byte*>(inputs[rank]) + at;
+    call.pause();
+    reduce(outputs[self] + at, outputs[second] + at, sources.data(), ranks, size / element, ranks);
+    for (int i = 2; i < ranks; ++i) std::memcpy(outputs[(self + i) % ranks] + at, outputs[self] + at, size);
+  }
+  call.finish_zero_copy();
+  return true;
+}
+
+bool zero_copy_all_gather(Call& call, std::span<void* const> outputs, std::span<const std::size_t> counts,
+                          std::size_t element) {
+  const auto bytes_of = [&](int rank) { return counts[static_cast<std::size_t>(rank)] * element; };
+  PerRank<const void*> inputs(call.world_size());
+  if (!all_inputs(call, inputs, bytes_of)) return false;
+  for (int i = 0; i < call.world_size(); ++i) {
+    const int rank = (call.rank() + i) % call.world_size();
+    void* output = outputs[static_cast<std::size_t>(rank)];
+    call.pause();
+    if (bytes_of(rank) != 0 && output != inputs[rank]) std::memcpy(output, inputs[rank], bytes_of(rank));
+  }
+  call.finish_zero_copy();
+  return true;
+}
+
+bool zero_copy_broadcast(Call& call, std::byte* buffer, std::size_t bytes, int root) {
+  const std::byte* from = call.in_arena(root, End::kInput, bytes);
+  if (from == nullptr) return false;
+  if (call.rank() != root) {
+    call.pause();
+    std::memcpy(buffer, from, bytes);
+  }
+  call.finish_zero_copy();
+  return true;
+}
+
+}  // namespace fccl::cpu
