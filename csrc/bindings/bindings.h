@@ -7,5 +7,6 @@ namespace fccl::bindings {
 
 void bind_backend(py::module_& m);
 void bind_hooks(py::module_& m);
+void bind_memory(py::module_& m);
 
 }  // namespace fccl::bindings

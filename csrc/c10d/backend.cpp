@@ -7,9 +7,11 @@
 #include <set>
 #include <utility>
 
+#include "c10d/arena_tensors.h"
 #include "c10d/completion.h"
 #include "c10d/errors.h"
 #include "c10d/process.h"
+#include "cpu/arena.h"
 
 namespace fccl::c10d_backend {
 namespace {
@@ -129,6 +131,40 @@ std::string FcclBackend::engine() const {
     case Carrier::Mode::kLocal: break;
   }
   return "inner";
+}
+
+std::uint64_t FcclBackend::zero_copy_count() const {
+  return carrier_->mode() == Carrier::Mode::kEngine ? carrier_->group()->zero_copy_count() : 0;
+}
+
+std::string FcclBackend::why_no_zero_copy() const {
+  switch (carrier_->mode()) {
+    case Carrier::Mode::kEngine: return carrier_->group()->why_no_zero_copy();
+    case Carrier::Mode::kUnconnected: return {};
+    default: return carrier_->why_inner();
+  }
+}
+
+// -1 is the CPU, or a CUDA device without a number: for that one the inner NCCL is asked by number later.
+bool FcclBackend::supportsTensorAlloc(c10::DeviceIndex device) {
+  if (device >= 0) {
+    std::lock_guard lock(cuda_mutex_);
+    return cuda_inner_ && cuda_inner_->supportsTensorAlloc(device);
+  }
+  return size_ > 1 && cpu::Arena::of_process() != nullptr && why_no_zero_copy().empty();
+}
+
+at::Tensor FcclBackend::allocateTensor(long size, at::TensorOptions options) {
+  if (options.device().is_cuda()) {
+    std::lock_guard lock(cuda_mutex_);
+    TORCH_CHECK(cuda_inner_, "fccl allocateTensor on rank ", rank_,
+                ": the group has no NCCL yet; make a "
+                "collective on a CUDA tensor first");
+    return cuda_inner_->allocateTensor(size, options);
+  }
+  TORCH_CHECK_VALUE(options.device().is_cpu() && size >= 0, "fccl allocateTensor on rank ", rank_, ": ", size,
+                    " elements on ", options.device(), ", expected at least none on the CPU");
+  return arena_empty({size}, c10::typeMetaToScalarType(options.dtype()), "group " + group_name_);
 }
 
 FcclBackend::Call FcclBackend::call(::c10d::OpType type, Collective collective, const char* title, bool async,

@@ -56,6 +56,9 @@ class FcclBackend final : public ::c10d::Backend {
   // ---- what fccl adds ----
   std::string engine() const;  // "shared-memory", "inner" or "unconnected"
   std::string why_inner() const { return carrier_->why_inner(); }
+  // Of the finished collectives, how many found their tensors in the ranks' arenas; why none ever will.
+  std::uint64_t zero_copy_count() const;
+  std::string why_no_zero_copy() const;
   std::map<std::string, std::int64_t> collective_counts() const { return carrier_->counts(); }
 
   // ---- collectives (collectives.cpp) ----
@@ -97,6 +100,10 @@ class FcclBackend final : public ::c10d::Backend {
   bool supportsCoalescing() const override;
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
+
+  // ---- memory that peers can reach ----
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   // ---- life ----
   const std::string getBackendName() const override { return "fccl"; }

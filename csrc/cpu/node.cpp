@@ -184,10 +184,10 @@ void Node::map_arenas(std::span<const std::uint64_t> arena_bytes, const Deadline
   // A tag that is no group's: the node has the name of the group that it was made for.
   const std::uint64_t tag = ~id_;
   const auto own = static_cast<std::size_t>(self_);
-  for (std::size_t i = 0; i < members_.size(); ++i) {
-    if (arena_bytes[i] != 0) continue;  // all members see so
-    why_no_arenas_ =
-        i == own ? Arena::why_none() : "a rank has no arena (its own fccl.memory_stats() says why)";
+  if (std::find(arena_bytes.begin(), arena_bytes.end(), 0) != arena_bytes.end()) {  // all members see so
+    why_no_arenas_ = arena_bytes[own] == 0
+                         ? Arena::why_none()
+                         : "a peer has no arena; fccl.memory_stats()['why_none'] tells there";
     return;
   }
   Arena* const arena = Arena::of_process();

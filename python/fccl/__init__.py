@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fccl import _registration
 from fccl._version import __version__
@@ -18,13 +17,29 @@ if TYPE_CHECKING:
 
     from fccl import hooks as hooks
     from fccl._C import FcclBackend
-
-__all__ = ["__version__", "backend_of", "hooks", "is_available"]
-
-_registration.register()
+    from fccl.memory import empty as empty
+    from fccl.memory import empty_like as empty_like
+    from fccl.memory import is_shared as is_shared
+    from fccl.memory import memory_stats as memory_stats
+    from fccl.memory import release_cached as release_cached
+    from fccl.memory import shared_buckets as shared_buckets
+    from fccl.memory import zeros as zeros
 
 # Loaded when first used: the registration path stays light, because torch runs it at `import torch`.
-_LAZY_MODULES = ("hooks", "lightning", "pytorch_lightning", "bench")
+_LAZY_MODULES = ("hooks", "lightning", "memory", "pytorch_lightning", "bench")
+_FROM_MEMORY = (
+    "empty",
+    "empty_like",
+    "is_shared",
+    "memory_stats",
+    "release_cached",
+    "shared_buckets",
+    "zeros",
+)
+
+__all__ = ["__version__", "backend_of", "hooks", "is_available", *_FROM_MEMORY]
+
+_registration.register()
 
 
 def is_available() -> bool:
@@ -49,7 +64,8 @@ def backend_of(group: ProcessGroup | None = None) -> FcclBackend:
         group: A process group made with fccl; the default group if None.
 
     Returns:
-        The backend, with ``engine``, ``why_inner`` and ``collective_counts()``.
+        The backend, with ``engine``, ``why_inner``, ``zero_copy_count``, ``why_no_zero_copy`` and
+        ``collective_counts()``.
 
     Raises:
         ValueError: The group does not use fccl, there is no default group, or this rank is not in
@@ -58,7 +74,9 @@ def backend_of(group: ProcessGroup | None = None) -> FcclBackend:
     return _registration.backend_of(group)
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _LAZY_MODULES:
         return importlib.import_module(f"fccl.{name}")
+    if name in _FROM_MEMORY:
+        return getattr(importlib.import_module("fccl.memory"), name)
     raise AttributeError(f"module 'fccl' has no attribute {name!r}")

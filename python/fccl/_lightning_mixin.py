@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from . import _tensor_ops, hooks
+from . import _tensor_ops, hooks, memory
 from ._object_broadcast import broadcast_object
 
 T = TypeVar("T")
@@ -215,6 +215,13 @@ class FcclStrategyMixin:
         """Where a few bytes travel best: on the host, if the default group can do that."""
         on_host = _is_initialized() and dist.get_backend() in ("fccl", "gloo")
         return torch.device("cpu") if on_host else self.root_device
+
+    def _setup_model(self, model: Any) -> Any:
+        """Makes the ``DistributedDataParallel``, with its gradient buckets in memory that the ranks share."""
+        if self.root_device.type != "cpu" or not _is_initialized() or dist.get_backend() != "fccl":
+            return super()._setup_model(model)  # type: ignore[misc]
+        with memory.shared_buckets():
+            return super()._setup_model(model)  # type: ignore[misc]
 
     def _register_ddp_hooks(self) -> None:
         # Lightning's own method drops a hook without a word if the device is not CUDA.

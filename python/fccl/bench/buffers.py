@@ -105,24 +105,48 @@ class WorkingSet:
         dtype: Their dtype.
         buffers: How many buffers.
         huge_pages: Ask for 2 MiB pages; otherwise ordinary pages are insisted on.
+        arena: In memory that the ranks share (`fccl.empty`) instead; its pages are the system's choice.
+
+    Raises:
+        MemoryError: there is no such memory.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, buffers: int, huge_pages: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        buffers: int,
+        huge_pages: bool = False,
+        arena: bool = False,
+    ) -> None:
         spans = [_span(elements, dtype.itemsize) for elements in layout.tensors]
         total = max(_PAGE, sum(spans) * buffers + _CACHE_LINE)
-        memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        advice = getattr(mmap, "MADV_HUGEPAGE" if huge_pages else "MADV_NOHUGEPAGE", None)
-        if advice is not None:
-            # A kernel without transparent huge pages refuses, and has ordinary ones.
-            with contextlib.suppress(OSError):
-                memory.madvise(advice)
-        torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        memory = _arena_memory(total) if arena else _private_memory(total, huge_pages)
         self.buffers: list[Buffer] = []
         offset = _CACHE_LINE
         for _ in range(buffers):
             tensors: list[torch.Tensor] = []
             for elements, span in zip(layout.tensors, spans, strict=True):
-                whole = torch.frombuffer(memory, dtype=dtype, count=max(1, elements), offset=offset)
+                whole = memory[offset : offset + max(1, elements) * dtype.itemsize].view(dtype)
                 tensors.append(whole[:elements])
                 offset += span
             self.buffers.append(Buffer(tensors, [tensors[index] for index in layout.message]))
+
+
+def _private_memory(size: int, huge_pages: bool) -> torch.Tensor:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advice = getattr(mmap, "MADV_HUGEPAGE" if huge_pages else "MADV_NOHUGEPAGE", None)
+    if advice is not None:
+        # A kernel without transparent huge pages refuses, and has ordinary ones.
+        with contextlib.suppress(OSError):
+            memory.madvise(advice)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+
+
+def _arena_memory(size: int) -> torch.Tensor:
+    import fccl
+
+    memory = fccl.empty(size, dtype=torch.uint8)
+    if not fccl.is_shared(memory):
+        raise MemoryError(f"the arena has no {size >> 20} MiB; fccl.memory_stats(): {fccl.memory_stats()}")
+    return memory.zero_()

@@ -127,6 +127,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what to compare it with: torch backends and memcpy, separated by commas; '' for nothing "
         "(default gloo,memcpy)",
     )
+    what.add_argument(
+        "--arena",
+        action="store_true",
+        help="measure fccl also on tensors in memory that the ranks share (fccl.empty), as 'fccl-arena'",
+    )
     how = parser.add_argument_group("how to measure")
     how.add_argument(
         "--iters", type=int, metavar="N", help="timed iterations per size, instead of --min-time"

@@ -6,10 +6,12 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MEMCPY", "BenchConfig", "Row", "SizePlan"]
+__all__ = ["ARENA", "MEMCPY", "BenchConfig", "Row", "SizePlan"]
 
 #: The yardstick's name among the backends.
 MEMCPY = "memcpy"
+#: fccl on tensors in memory that the ranks share (`fccl.empty`), beside fccl on ordinary ones.
+ARENA = "fccl-arena"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fccl import _machine
 from fccl._version import __version__
-from fccl.bench.config import MEMCPY, BenchConfig, SizePlan
+from fccl.bench.config import ARENA, MEMCPY, BenchConfig, SizePlan
 from fccl.bench.sizes import ITEM_SIZE, sweep
 
 __all__ = ["OPERATIONS", "make_config", "make_meta"]
@@ -44,6 +44,9 @@ def _backends(args: argparse.Namespace) -> list[str]:
             )
         if name not in names:
             names.append(name)
+    if args.arena:
+        # After fccl on ordinary tensors, where that is measured.
+        names.insert(names.index("fccl") + 1 if "fccl" in names else len(names), ARENA)
     return names
 
 
@@ -75,6 +78,9 @@ def make_config(args: argparse.Namespace, notes: list[str]) -> BenchConfig:
         )
     if case.reduces:
         check_op(args.dtype, args.redop)
+    if not case.moves_data and ARENA in backends:
+        backends.remove(ARENA)
+        notes.append(f"{args.op} moves no data: --arena makes no difference")
     if not case.moves_data and MEMCPY in backends:
         backends.remove(MEMCPY)
         notes.append(f"{args.op} moves no data: there is nothing for memcpy to copy")
@@ -98,7 +104,12 @@ def make_config(args: argparse.Namespace, notes: list[str]) -> BenchConfig:
                 continue
             per_call = sum(case.layout(count, args.ranks, form).tensors) * item_size
             buffers = planned_buffers(
-                per_call, size, args.ranks, cache=cache, memory=memory, working_set=args.working_set
+                per_call,
+                size,
+                args.ranks,
+                cache=cache,
+                memory=memory // 2 if args.arena else memory,
+                working_set=args.working_set,
             )
             plans.append(SizePlan(size, count, buffers, buffers * per_call * args.ranks))
         if skipped:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from fccl.bench.board import Board, BoardStopped
 from fccl.bench.buffers import WorkingSet
 from fccl.bench.cases import CASES, Case
-from fccl.bench.config import MEMCPY, BenchConfig, SizePlan
+from fccl.bench.config import ARENA, MEMCPY, BenchConfig, SizePlan
 from fccl.bench.yardstick import bind_copy, check_copy
 
 # Backends take turns after this many timed calls of a short message, the first of which follows one that is
@@ -67,9 +67,10 @@ class _Rank:
             if name == MEMCPY:
                 continue
             self.phase = f"making the process group of {name}"
+            backend = "fccl" if name == ARENA else name
             if not self.groups:
                 dist.init_process_group(
-                    name,
+                    backend,
                     init_method=init_method,
                     rank=self.rank,
                     world_size=self.config.ranks,
@@ -77,7 +78,7 @@ class _Rank:
                 )
                 group = dist.group.WORLD
             else:
-                group = dist.new_group(backend=name, timeout=timeout)
+                group = dist.new_group(backend=backend, timeout=timeout)
             assert group is not None
             self.groups[name] = group
 
@@ -147,16 +148,18 @@ class _Rank:
         """Measures all backends at one size; returns this rank's part of the result."""
         config, board = self.config, self.board
         layout = self.case.layout(plan.count, config.ranks, config.form)
-        working_set = WorkingSet(layout, self.case.dtype, plan.buffers, config.huge_pages)
+        sets: dict[bool, WorkingSet] = {}  # by whether it is in the arena
+        for arena in {name == ARENA for name in config.backends}:
+            sets[arena] = WorkingSet(layout, self.case.dtype, plan.buffers, config.huge_pages, arena)
         where = f"{config.op} of {plan.size} bytes"
 
         calls: dict[str, list[Callable[[], Any]]] = {}
         for name in config.backends:
             if name in self.dropped:
                 continue
-            calls[name] = self._bind(name, working_set)
+            calls[name] = self._bind(name, sets[name == ARENA])
             self.phase = f"first {where} with {name}"
-            self._probe(name, calls[name][0], working_set)
+            self._probe(name, calls[name][0], sets[name == ARENA])
             if name in self.dropped:
                 del calls[name]
         wrong = dict.fromkeys(calls, 0)
@@ -166,7 +169,7 @@ class _Rank:
             for name, ready in calls.items():
                 self.phase = f"checking {where} with {name}"
                 for index, call in enumerate(ready):
-                    wrong[name] += self._checked_call(name, call, index, working_set)
+                    wrong[name] += self._checked_call(name, call, index, sets[name == ARENA])
                     checked[name] += 1
                 board.align()
 
@@ -203,7 +206,7 @@ class _Rank:
                     if every:
                         timed = _Timed(call)
                         wrong[name] += self._checked_call(
-                            name, functools.partial(timed, align), index, working_set
+                            name, functools.partial(timed, align), index, sets[name == ARENA]
                         )
                         checked[name] += 1
                         times[name].append(timed.nanoseconds)
@@ -255,7 +258,7 @@ def _damage(call: Callable[[], Any], message: list[torch.Tensor], here: bool) ->
 
 def _engine(name: str, group: dist.ProcessGroup) -> dict[str, str]:
     """What carried the calls of a group."""
-    if name != "fccl":
+    if name not in ("fccl", ARENA):
         return {"engine": name, "why": ""}
     import fccl
 
