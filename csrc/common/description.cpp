@@ -79,10 +79,10 @@ const char* first_difference(const Description& a, const Description& b) {
   if (has_op(a.collective) && a.reduce_op != b.reduce_op) return "the reduce op";
   if (has_root(a.collective) && a.root != b.root) return "the root rank";
   if (a.tensors != b.tensors) return "the number of tensors";
-  if (counts_must_agree(a) != counts_must_agree(b)) return "the form of the call";
+  if (a.flags != b.flags) return "the form of the call";
   if (counts_must_agree(a) && a.count != b.count) return "the number of elements";
   if (a.output_count != b.output_count) {
-    return counts_must_agree(a) ? "the number of output elements" : "the list of sizes";
+    return a.flags == 0 ? "the number of output elements" : "the list of sizes";
   }
   return nullptr;
 }
@@ -105,7 +105,7 @@ std::string Description::to_string() const {
   if (collective == Collective::kRejected) return text + ": " + note;
   text += std::string("(") + name_of(dtype) + ", count=" + std::to_string(count);
   if (output_count != 0) {
-    text += (flags & kUneven) != 0 ? ", sizes=#" + std::to_string(output_count)
+    text += flags != 0 ? ", sizes=#" + std::to_string(output_count)
                                    : ", output_count=" + std::to_string(output_count);
   }
   if (tensors != 1) text += ", tensors=" + std::to_string(tensors);

@@ -57,6 +57,8 @@ struct Description {
 
   // all_gather and gate: ranks may contribute different counts.
   static constexpr std::uint8_t kUneven = 1;
+  // reduce_scatter: output_count is a fingerprint of the list of sizes, which must be the same on all ranks.
+  static constexpr std::uint8_t kSizes = 2;
 
   static Description of(Collective collective, DType dtype, std::uint64_t count, int root = -1,
                         ReduceOp op = ReduceOp::kSum) noexcept;

@@ -141,7 +141,7 @@ void Group::all_gather(const void* input, std::span<void* const> outputs, std::s
   Description description = describe_all_gather(counts, rank(), dtype, uneven);
   const std::size_t bytes = counts[static_cast<std::size_t>(rank())] * size_of(dtype);
   if (largest_of(counts) * size_of(dtype) > state_->geometry.one_shot_bytes)
-    place(*state_, description, {.input = input}, bytes, 0);
+    description.input_at = locate(*state_, input, bytes);
   run_call(*state_, description, deadline, [&](Call& call) {
     if (call.world_size() == 1) {
       if (bytes != 0 && outputs[0] != input) std::memmove(outputs[0], input, bytes);

@@ -144,31 +144,36 @@ class Staged {
 
 }  // namespace
 
+Group::ReduceKernel Group::find_kernel(const char* name, DType dtype, ReduceOp op, const Deadline& deadline) {
+  const ReduceFunction kernel = find_reduce(dtype, op);
+  if (kernel != nullptr) return kernel;
+  const std::string why = std::string(name) + ": " + name_of(op) + " is not defined for " + name_of(dtype);
+  reject(why, deadline);
+  throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
+}
+
 void Group::all_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op,
                        const Deadline& deadline) {
-  const ReduceFunction reduce = find_reduce(dtype, op);
-  if (reduce == nullptr) {
-    const std::string why =
-        std::string("all_reduce: ") + name_of(op) + " is not defined for " + name_of(dtype);
-    reject(why, deadline);
-    throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
-  }
+  const ReduceFunction kernel = find_kernel("all_reduce", dtype, op, deadline);
   Description description = Description::of(Collective::kAllReduce, dtype, count, -1, op);
   const std::size_t element = size_of(dtype);
   const std::size_t bytes = count * element;
   const bool small = bytes <= state_->geometry.one_shot_bytes;
-  if (!small) place(*state_, description, {input, output}, bytes, bytes);
+  if (!small) {
+    description.input_at = locate(*state_, input, bytes);
+    description.output_at = locate(*state_, output, bytes);
+  }
   run_call(*state_, description, deadline, [&](Call& call) {
     if (call.world_size() == 1) {
       const void* const sources[] = {input};
-      if (count != 0) reduce(output, nullptr, sources, 1, count, 1);
+      if (count != 0) kernel(output, nullptr, sources, 1, count, 1);
     } else if (small) {
-      one_shot(call, input, output, count, element, reduce);
+      one_shot(call, input, output, count, element, kernel);
     } else {
       call.arrive();
       call.meet();
-      if (!zero_copy_all_reduce(call, count, element, reduce))
-        Staged(call, input, output, count, element, reduce).run();
+      if (!zero_copy_all_reduce(call, count, element, kernel))
+        Staged(call, input, output, count, element, kernel).run();
     }
   });
 }

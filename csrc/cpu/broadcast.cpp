@@ -45,17 +45,20 @@ void staged(Call& call, std::byte* buffer, std::size_t bytes, int root) {
 
 }  // namespace
 
+void Group::check_root(const char* name, int root, const Deadline& deadline) {
+  if (root >= 0 && root < world_size()) return;
+  const std::string why = std::string(name) + ": root is " + std::to_string(root) +
+                          ", expected a rank of the group, 0 to " + std::to_string(world_size() - 1);
+  reject(why, deadline);
+  throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
+}
+
 void Group::broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline) {
-  if (root < 0 || root >= world_size()) {
-    const std::string why = "broadcast: root is " + std::to_string(root) +
-                            ", expected a rank of the group, 0 to " + std::to_string(world_size() - 1);
-    reject(why, deadline);
-    throw Error(ErrorKind::kInvalid, "fccl " + why + " (" + state_->where() + ")");
-  }
+  check_root("broadcast", root, deadline);
   Description description = Description::of(Collective::kBroadcast, dtype, count, root);
   const std::size_t bytes = count * size_of(dtype);
   if (rank() == root && bytes > state_->geometry.one_shot_bytes)
-    place(*state_, description, {.input = buffer}, bytes, 0);
+    description.input_at = locate(*state_, buffer, bytes);
   run_call(*state_, description, deadline, [&](Call& call) {
     if (call.world_size() == 1) return;
     if (bytes > call.geometry().one_shot_bytes) {

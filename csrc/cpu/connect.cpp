@@ -45,7 +45,10 @@ class Connector {
                 }));
     if (!why.empty()) return why;
 
-    return joint(kMapped, attempt([&] { map_peers(hellos[0].group_id); }));
+    std::string said = attempt([&] { map_peers(hellos[0].group_id); });
+    // Whether arenas may be used is a joint decision, too.
+    if (said == kFine && !state_.node->arenas_mapped()) said = kNoArenas + state_.node->why_no_arenas();
+    return joint(kMapped, said);
   }
 
   // Tells peers that may be waiting for us that this rank has given up. Best effort.
@@ -65,7 +68,10 @@ class Connector {
   static constexpr const char* kReady = "ready";
   static constexpr const char* kMapped = "mapped";
   static constexpr const char* kFine = "ok";
+  static constexpr const char* kNoArenas = "ok, but no arenas: ";
   static constexpr const char* kGivenUp = "given up: ";
+
+  static bool is_fine(const std::string& said) { return said == kFine || said.rfind(kNoArenas, 0) == 0; }
 
   int ranks() const { return state_.world_size(); }
   static std::string key(const std::string& step, int rank) { return step + "/" + std::to_string(rank); }
@@ -89,7 +95,7 @@ class Connector {
     for (int peer = 0; peer < ranks(); ++peer) {
       if (peer == state_.rank()) continue;
       const auto said = state_.config.store->try_get(key(step, peer));
-      if (said && *said != kFine)
+      if (said && !is_fine(*said))
         throw Error(ErrorKind::kSystem, "rank " + std::to_string(peer) + " has trouble");
     }
   }
@@ -248,7 +254,13 @@ class Connector {
       for (std::size_t peer = 0; peer < results.size(); ++peer) {
         std::string& said = results[peer];
         const bool given_up = said.rfind(kGivenUp, 0) == 0;
-        if (said == kFine || given_up != (pass == 0)) continue;
+        if (said.rfind(kNoArenas, 0) == 0 && state_.why_no_arenas.empty()) {
+          const bool own = static_cast<int>(peer) == state_.rank();
+          state_.why_no_arenas = (own ? "" : "rank " + std::to_string(peer) + ": ") +
+                                 said.substr(std::string(kNoArenas).size(), 400);
+          make_printable(state_.why_no_arenas.data(), state_.why_no_arenas.size() + 1);
+        }
+        if (is_fine(said) || given_up != (pass == 0)) continue;
         said.resize(std::min<std::size_t>(said.size(), 400));
         make_printable(said.data(), said.size() + 1);
         const std::string text = "rank " + std::to_string(peer) + ": " + said;

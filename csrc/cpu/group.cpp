@@ -112,9 +112,13 @@ void Call::arrive() {
   std::memcpy(line, &description_,
               description_.collective == Collective::kRejected ? sizeof(Description) : kWithoutNote);
   if (description_.input_at != Description::kNowhere || description_.output_at != Description::kNowhere) {
-    state_.exposure = {number_, done_base_ + 1, {description_.input_at, description_.output_at}};
+    expose({description_.input_at, description_.output_at});
   }
   state_.publish(control.progress.arrived, number_);
+}
+
+void Call::expose(std::vector<std::uint64_t> offsets) {
+  state_.exposure = {number_, done_base_ + 1, std::move(offsets)};
 }
 
 void Call::meet() {
@@ -142,7 +146,11 @@ void Call::meet() {
     calls[peer].validate();
   }
   const std::string verdict = check_compatible(calls);
-  if (!verdict.empty()) throw Error(ErrorKind::kMismatch, what() + ": " + verdict);
+  if (!verdict.empty()) mismatch(verdict);
+}
+
+void Call::mismatch(const std::string& verdict) const {
+  throw Error(ErrorKind::kMismatch, what() + ": " + verdict);
 }
 
 void Call::await(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect) {
@@ -178,7 +186,11 @@ std::byte* Call::in_arena(int rank, End end, std::size_t bytes) const {
   // Copied once: the words are the peer's.
   const std::uint64_t at =
       *const_cast<const volatile std::uint64_t*>(end == End::kInput ? &said.input_at : &said.output_at);
-  if (at == Description::kNowhere || !state_.node->arenas_mapped()) return nullptr;
+  return in_arena(rank, at, bytes);
+}
+
+std::byte* Call::in_arena(int rank, std::uint64_t at, std::size_t bytes) const {
+  if (at == Description::kNowhere || !state_.arenas_usable()) return nullptr;
   const std::span<std::byte> arena = state_.node->arena_of(state_.members[static_cast<std::size_t>(rank)]);
   if (at > arena.size() || bytes > arena.size() - at) {
     throw Error(ErrorKind::kSystem, what() + ": rank " + std::to_string(rank) + " says that its tensor of " +
@@ -230,12 +242,11 @@ void Group::State::give_up() noexcept {
   }
 }
 
-void Call::finish_zero_copy() {
-  publish_done(1);
+void Call::finish_zero_copy(std::uint64_t chunks) {
+  finish(std::max<std::uint64_t>(chunks, 1));
   if (state_.exposure && !state_.config.testing.hasty) {
     for (int peer = 0; peer < world_size(); ++peer) await_done(peer, 1);
   }
-  finish(1);
   state_.zero_copies.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -354,7 +365,7 @@ std::uint64_t Group::zero_copy_count() const noexcept {
   return state_->zero_copies.load(std::memory_order_relaxed);
 }
 std::string Group::why_no_zero_copy() const {
-  return state_->node == nullptr ? "the group has no peers on shared memory" : state_->node->why_no_arenas();
+  return state_->node == nullptr ? "the group has no peers on shared memory" : state_->why_no_arenas;
 }
 
 void Group::barrier(const Deadline& deadline) {

@@ -91,6 +91,27 @@ class Group {
                   DType dtype, bool uneven, const Deadline& deadline);
   void broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline);
   void barrier(const Deadline& deadline);
+  // Reduces inputs[r], counts[r] elements, over all ranks into rank r's `output`, which may be
+  // inputs[rank()]. All ranks give the same counts.
+  void reduce_scatter(std::span<const void* const> inputs, std::span<const std::size_t> counts, void* output,
+                      DType dtype, ReduceOp op, const Deadline& deadline);
+  // Into `output` on the root, where it may be `input`; not used elsewhere.
+  void reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op, int root,
+              const Deadline& deadline);
+  // What a rank sends to every rank and expects of every rank, by rank; counts are of elements.
+  struct Pieces {
+    std::span<const void* const> inputs;
+    std::span<const std::size_t> input_counts;
+    std::span<void* const> outputs;
+    std::span<const std::size_t> output_counts;
+  };
+  // inputs and outputs must not overlap, but for inputs[rank()], which may be outputs[rank()].
+  void all_to_all(const Pieces& pieces, DType dtype, const Deadline& deadline);
+  // `outputs` by rank, on the root; not used elsewhere. So are scatter's `inputs`.
+  void gather(const void* input, std::span<void* const> outputs, std::size_t count, DType dtype, int root,
+              const Deadline& deadline);
+  void scatter(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype, int root,
+               const Deadline& deadline);
 
   // Compares descriptions and moves no data: the mismatch gate in front of delegated collectives.
   void gate(const Description& call, const Deadline& deadline);
@@ -124,8 +145,19 @@ class Group {
   struct State;  // implementation: group_state.h
 
  private:
+  // As the kernels have it (kernels/reduce.h).
+  using ReduceKernel = void (*)(void*, void*, const void* const*, int, std::size_t, int);
+
+  // Each rejects the call and throws kInvalid if there is no such kernel or rank.
+  ReduceKernel find_kernel(const char* name, DType dtype, ReduceOp op, const Deadline& deadline);
+  void check_root(const char* name, int root, const Deadline& deadline);
+  void exchange(const Description& description, const Pieces& pieces, const Deadline& deadline);
+
   std::shared_ptr<State> state_;
 };
+
+// How the ranks of a reduce_scatter describe their call: rank r receives counts[r] elements.
+Description describe_reduce_scatter(std::span<const std::size_t> counts, DType dtype, ReduceOp op);
 
 // How the ranks of an all_gather describe their call: rank r contributes counts[r] elements.
 Description describe_all_gather(std::span<const std::size_t> counts, int rank, DType dtype, bool uneven);

@@ -50,6 +50,7 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   bool tried = false;
   std::atomic<bool> connected{false};
   std::string why_not;
+  std::string why_no_arenas;  // the same emptiness on all ranks: if not empty, no call uses arenas
   std::shared_ptr<Node> node;
   std::vector<int> members;  // rank in the group -> member of the node
   Geometry geometry;
@@ -71,7 +72,7 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   struct Exposure {
     std::uint64_t number;
     std::uint64_t done;  // what a peer's `done` must reach
-    std::array<std::uint64_t, 2> offsets;
+    std::vector<std::uint64_t> offsets;
   };
   std::optional<Exposure> exposure;
 
@@ -81,6 +82,7 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   std::atomic<bool> failed{false};
   std::atomic<bool> left{false};
 
+  bool arenas_usable() const { return node != nullptr && why_no_arenas.empty(); }
   int rank() const { return config.rank; }
   int world_size() const { return config.world_size; }
   Control& control() const { return *reinterpret_cast<Control*>(own.data()); }
@@ -125,9 +127,13 @@ class Call final : public WaitCheck {
   void publish_done(std::uint64_t chunks);
   // Keeps I5.
   void finish(std::uint64_t chunks);
-  // A call without copies: says that this rank is done with the peers' memory, waits until they are done with
-  // its own if they were at it, and finishes.
-  void finish_zero_copy();
+  // As finish(), for a call in which memory in arenas was used, after this rank is done with the peers':
+  // waits until they are done with its own.
+  void finish_zero_copy(std::uint64_t chunks);
+  // All ranks know that they cannot make this call: throws kMismatch.
+  [[noreturn]] void mismatch(const std::string& verdict) const;
+  // Before arrive(): from then on peers may be at these places in our arena.
+  void expose(std::vector<std::uint64_t> offsets);
 
   // Own slots, to write; a peer's, to read.
   std::byte* own_slot(std::size_t offset) const { return state_.own.data() + offset; }
@@ -143,6 +149,7 @@ class Call final : public WaitCheck {
   // After meet(): where `rank` says that its input or output of `bytes` bytes lies, or null if that is not in
   // its arena. Throws kSystem if it is a place outside, on every rank alike.
   std::byte* in_arena(int rank, End end, std::size_t bytes) const;
+  std::byte* in_arena(int rank, std::uint64_t at, std::size_t bytes) const;
   const Geometry& geometry() const { return state_.geometry; }
   // The one-shot slot of this call (I4).
   std::size_t one_shot_offset() const {

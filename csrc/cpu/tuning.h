@@ -26,6 +26,9 @@ constexpr Geometry geometry_for(int world_size) {
   return g;
 }
 
+// Pieces of an all_to_all above this many bytes are copied from the sender's arena if they lie there.
+inline constexpr std::size_t kZeroCopyBytes = 16 << 10;
+
 // Waiting (see wait.h).
 inline constexpr auto kSpinTime = std::chrono::microseconds(100);
 inline constexpr auto kYieldTime = std::chrono::microseconds(200);

@@ -21,15 +21,9 @@ bool all_inputs(Call& call, PerRank<const void*>& inputs, const auto& bytes_of) 
 
 }  // namespace
 
-void place(const Group::State& state, Description& description, const Ends& ends, std::size_t input_bytes,
-           std::size_t output_bytes) {
-  if (state.node == nullptr || !state.node->arenas_mapped()) return;
-  const Arena& arena = *state.node->own_arena();
-  // Nothing lies anywhere.
-  if (ends.input != nullptr)
-    description.input_at = input_bytes == 0 ? 0 : arena.locate(ends.input, input_bytes);
-  if (ends.output != nullptr)
-    description.output_at = output_bytes == 0 ? 0 : arena.locate(ends.output, output_bytes);
+std::uint64_t locate(const Group::State& state, const void* data, std::size_t bytes) {
+  if (!state.arenas_usable()) return Description::kNowhere;
+  return bytes == 0 ? 0 : state.node->own_arena()->locate(data, bytes);
 }
 
 bool zero_copy_all_reduce(Call& call, std::size_t count, std::size_t element, ReduceFunction reduce) {
@@ -57,7 +51,7 @@ bool zero_copy_all_reduce(Call& call, std::size_t count, std::size_t element, Re
     reduce(outputs[self] + at, outputs[second] + at, sources.data(), ranks, size / element, ranks);
     for (int i = 2; i < ranks; ++i) std::memcpy(outputs[(self + i) % ranks] + at, outputs[self] + at, size);
   }
-  call.finish_zero_copy();
+  call.finish_zero_copy(0);
   return true;
 }
 
@@ -72,7 +66,7 @@ bool zero_copy_all_gather(Call& call, std::span<void* const> outputs, std::span<
     call.pause();
     if (bytes_of(rank) != 0 && output != inputs[rank]) std::memcpy(output, inputs[rank], bytes_of(rank));
   }
-  call.finish_zero_copy();
+  call.finish_zero_copy(0);
   return true;
 }
 
@@ -83,7 +77,7 @@ bool zero_copy_broadcast(Call& call, std::byte* buffer, std::size_t bytes, int r
     call.pause();
     std::memcpy(buffer, from, bytes);
   }
-  call.finish_zero_copy();
+  call.finish_zero_copy(0);
   return true;
 }
 

@@ -7,7 +7,8 @@
 //   | | all_gather | all ranks    | -         | each rank copies every peer's input                    | |
 //   broadcast  | the root     | -         | each rank copies the root's                            |
 //
-// Where it is not so on every rank that counts, all ranks take the staged path. The descriptions of the
+// Where it is not so on every rank that counts, all ranks take the staged path (the last line of the table
+// decides for each piece; see exchange.cpp). The descriptions of the
 // call say where tensors are, so all ranks decide alike from the same words.
 //
 // A collective here succeeds only when every peer has said that it is done with this rank's memory (done
@@ -23,13 +24,9 @@
 
 namespace fccl::cpu {
 
-// Adds to a description where the call's tensors lie; either may be null, for "not looked at".
-struct Ends {
-  const void* input = nullptr;
-  const void* output = nullptr;
-};
-void place(const Group::State& state, Description& description, const Ends& ends, std::size_t input_bytes,
-           std::size_t output_bytes);
+// Where `bytes` bytes at `data` lie in this rank's arena, or kNowhere if they do not or the peers' arenas are
+// not mapped here. Nothing, zero bytes, lies anywhere.
+std::uint64_t locate(const Group::State& state, const void* data, std::size_t bytes);
 
 // After meet(). Each returns false, having done nothing, if the call cannot do without copies; `count` and
 // `element` as in the staged paths.
