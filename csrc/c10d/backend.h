@@ -74,7 +74,7 @@ class FcclBackend final : public ::c10d::Backend {
                                           const ::c10d::AllgatherOptions& opts) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
 
-  // ---- composed from all_reduce (reductions.cpp) ----
+  // ---- reductions.cpp ----
   WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
                          const ::c10d::ReduceScatterOptions& opts) override;
@@ -83,14 +83,16 @@ class FcclBackend final : public ::c10d::Backend {
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const ::c10d::ReduceScatterOptions& opts) override;
 
-  // ---- delegated to the inner backend (delegated.cpp) ----
-  WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
+  // ---- exchanges.cpp ----
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
                         std::vector<std::int64_t>& input_splits,
                         const ::c10d::AllToAllOptions& opts) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
+
+  // ---- delegated to the inner backend (delegated.cpp) ----
+  WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
   // ---- point-to-point (point_to_point.cpp): beside the executor, without a number ----
@@ -181,6 +183,11 @@ class FcclBackend final : public ::c10d::Backend {
 
   std::atomic<bool> shut_down_{false};
 };
+
+// A call on several tensors is several collectives of the carrier. Their number is compared first, or a rank
+// with one tensor more would be matched with its peers' next call.
+void gate_tensors(Carrier& carrier, Collective collective, const std::vector<at::Tensor>& tensors,
+                  ReduceOp op, const Deadline& deadline);
 
 template <class Body>
 FcclBackend::WorkPtr FcclBackend::submit(const Call& call, const Tensors& inputs, Tensors outputs,

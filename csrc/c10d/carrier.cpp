@@ -24,6 +24,14 @@ void normalise_bool(const void* input, void* output, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) to[i] = from[i] != 0;
 }
 
+// What a single rank has for collectives.
+void copy_alone(const void* input, void* output, std::size_t count, DType dtype) {
+  if (input != output && count != 0) std::memmove(output, input, count * size_of(dtype));
+}
+void reduce_alone(const void* input, void* output, std::size_t count, DType dtype) {
+  dtype == DType::kBool ? normalise_bool(input, output, count) : copy_alone(input, output, count, dtype);
+}
+
 void warn_once(const std::string& group, const std::string& why) {
   static std::mutex mutex;
   static auto* told = new std::set<std::string>();
@@ -181,12 +189,57 @@ void Carrier::all_reduce(const void* input, void* output, std::size_t count, DTy
   switch (connect(deadline)) {
     case Mode::kEngine: group_->all_reduce(input, output, count, dtype, op, deadline); break;
     case Mode::kInner: inner_all_reduce(input, output, count, dtype, op, deadline); break;
+    default: reduce_alone(input, output, count, dtype);
+  }
+}
+
+void Carrier::reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op, int root,
+                     const Deadline& deadline) {
+  switch (connect(deadline)) {
+    case Mode::kEngine: group_->reduce(input, output, count, dtype, op, root, deadline); break;
+    case Mode::kInner: inner_reduce(input, output, count, dtype, op, root, deadline); break;
+    default: reduce_alone(input, output, count, dtype);
+  }
+}
+
+void Carrier::reduce_scatter(std::span<const void* const> inputs, std::span<const std::size_t> counts,
+                             void* output, DType dtype, ReduceOp op, const Deadline& deadline) {
+  switch (connect(deadline)) {
+    case Mode::kEngine: group_->reduce_scatter(inputs, counts, output, dtype, op, deadline); break;
+    case Mode::kInner: inner_reduce_scatter(inputs, counts, output, dtype, op, deadline); break;
+    default: reduce_alone(inputs[0], output, counts[0], dtype);
+  }
+}
+
+void Carrier::all_to_all(const cpu::Group::Pieces& pieces, DType dtype, const Deadline& deadline) {
+  switch (connect(deadline)) {
+    case Mode::kEngine: group_->all_to_all(pieces, dtype, deadline); break;
+    case Mode::kInner: inner_all_to_all(pieces, dtype, deadline); break;
     default:
-      if (dtype == DType::kBool) {
-        normalise_bool(input, output, count);
-      } else if (input != output && count != 0) {
-        std::memcpy(output, input, count * size_of(dtype));
+      if (pieces.input_counts[0] != pieces.output_counts[0]) {
+        throw Error(ErrorKind::kInvalid,
+                    "fccl all_to_all on rank 0: " + std::to_string(pieces.input_counts[0]) +
+                        " elements are sent and " + std::to_string(pieces.output_counts[0]) + " expected");
       }
+      copy_alone(pieces.inputs[0], pieces.outputs[0], pieces.input_counts[0], dtype);
+  }
+}
+
+void Carrier::gather(const void* input, std::span<void* const> outputs, std::size_t count, DType dtype,
+                     int root, const Deadline& deadline) {
+  switch (connect(deadline)) {
+    case Mode::kEngine: group_->gather(input, outputs, count, dtype, root, deadline); break;
+    case Mode::kInner: inner_gather(input, outputs, count, dtype, root, deadline); break;
+    default: copy_alone(input, outputs[0], count, dtype);
+  }
+}
+
+void Carrier::scatter(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype,
+                      int root, const Deadline& deadline) {
+  switch (connect(deadline)) {
+    case Mode::kEngine: group_->scatter(inputs, output, count, dtype, root, deadline); break;
+    case Mode::kInner: inner_scatter(inputs, output, count, dtype, root, deadline); break;
+    default: copy_alone(inputs[0], output, count, dtype);
   }
 }
 
@@ -196,8 +249,7 @@ void Carrier::all_gather(const void* input, std::span<void* const> outputs,
   switch (connect(deadline)) {
     case Mode::kEngine: group_->all_gather(input, outputs, counts, dtype, uneven, deadline); break;
     case Mode::kInner: inner_all_gather(input, outputs, counts, dtype, uneven, deadline); break;
-    default:
-      if (outputs[0] != input && counts[0] != 0) std::memmove(outputs[0], input, counts[0] * size_of(dtype));
+    default: copy_alone(input, outputs[0], counts[0], dtype);
   }
 }
 

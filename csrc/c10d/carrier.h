@@ -61,6 +61,15 @@ class Carrier {
                   DType dtype, bool uneven, const Deadline& deadline);
   void broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline);
   void barrier(const Deadline& deadline);
+  void reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op, int root,
+              const Deadline& deadline);
+  void reduce_scatter(std::span<const void* const> inputs, std::span<const std::size_t> counts, void* output,
+                      DType dtype, ReduceOp op, const Deadline& deadline);
+  void all_to_all(const cpu::Group::Pieces& pieces, DType dtype, const Deadline& deadline);
+  void gather(const void* input, std::span<void* const> outputs, std::size_t count, DType dtype, int root,
+              const Deadline& deadline);
+  void scatter(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype, int root,
+               const Deadline& deadline);
 
   // Waits for the inner backend's work in slices, so that Ctrl-C, abort() and `deadline` work.
   void wait_for(::c10d::Work& work, const Deadline& deadline);
@@ -119,6 +128,16 @@ class Carrier {
                         std::span<const std::size_t> counts, DType dtype, bool uneven,
                         const Deadline& deadline);
   void inner_broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline);
+  // ---- and carrier_inner_more.cpp ----
+  void inner_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op, int root,
+                    const Deadline& deadline);
+  void inner_reduce_scatter(std::span<const void* const> inputs, std::span<const std::size_t> counts,
+                            void* output, DType dtype, ReduceOp op, const Deadline& deadline);
+  void inner_all_to_all(const cpu::Group::Pieces& pieces, DType dtype, const Deadline& deadline);
+  void inner_gather(const void* input, std::span<void* const> outputs, std::size_t count, DType dtype,
+                    int root, const Deadline& deadline);
+  void inner_scatter(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype,
+                     int root, const Deadline& deadline);
 
   const int rank_;
   const int size_;

@@ -6,12 +6,7 @@
 #include "c10d/backend.h"
 
 namespace fccl::c10d_backend {
-namespace {
 
-using ::c10d::OpType;
-
-// A call on several tensors is several collectives of the carrier. Their number is compared first,
-// or a rank with one tensor more would be matched with its peers' next call.
 void gate_tensors(Carrier& carrier, Collective collective, const std::vector<at::Tensor>& tensors,
                   ReduceOp op, const Deadline& deadline) {
   if (tensors.size() == 1) return;
@@ -20,6 +15,10 @@ void gate_tensors(Carrier& carrier, Collective collective, const std::vector<at:
   for (const at::Tensor& tensor : tensors) call.count += static_cast<std::uint64_t>(tensor.numel());
   carrier.gate(call, deadline);
 }
+
+namespace {
+
+using ::c10d::OpType;
 
 void all_reduce_one(Carrier& carrier, const at::Tensor& tensor, const Reduction& reduction,
                     const Deadline& deadline) {

@@ -1,12 +1,6 @@
-// reduce and reduce_scatter, composed from all_reduce into private memory.
-//
-// More bytes move than needed, but the numbers are the engine's: averages work, 16-bit floats are
-// rounded once, and results equal all_reduce's to the bit. Gloo does no better (its reduce_scatter
-// is one all-reduce per rank) and overwrites the input of reduce. To be replaced when the engine has
-// a reduce_scatter of its own.
-#include <cstring>
-#include <numeric>
+// reduce and reduce_scatter.
 #include <utility>
+#include <vector>
 
 #include "c10d/backend.h"
 
@@ -15,46 +9,30 @@ namespace {
 
 using ::c10d::OpType;
 
-void all_reduce_into(Carrier& carrier, const at::Tensor& input, const at::Tensor& output,
-                     const Reduction& reduction, const Deadline& deadline) {
-  carrier.all_reduce(input.const_data_ptr(), output.mutable_data_ptr(),
-                     static_cast<std::size_t>(input.numel()) * reduction.per_element, reduction.dtype,
-                     reduction.op, deadline);
-}
-
 at::Tensor prepared(const at::Tensor& input, const Reduction& reduction) {
   return reduction.premultiply ? premultiplied(input, reduction) : readable(input);
 }
 
-// Splits that are not all alike are compared element by element: their sum alone would let ranks
-// cut one total at different places.
-void check_splits(Carrier& carrier, const std::vector<std::int64_t>& splits, const Deadline& deadline) {
-  const std::size_t size = splits.size();
-  std::vector<std::int64_t> all(size * size);
-  std::vector<void*> places(size);
-  for (std::size_t r = 0; r < size; ++r) places[r] = all.data() + r * size;
-  const std::vector<std::size_t> counts(size, size);
-  carrier.all_gather(splits.data(), places, counts, DType::kInt64, false, deadline);
-  for (std::size_t r = 1; r < size; ++r) {
-    for (std::size_t i = 0; i < size; ++i) {
-      if (all[r * size + i] == all[i]) continue;
-      throw Error(ErrorKind::kMismatch,
-                  "reduce_scatter on rank " + std::to_string(carrier.rank()) + ": rank 0 has " +
-                      std::to_string(all[i]) + " elements for rank " + std::to_string(i) + ", rank " +
-                      std::to_string(r) + " has " + std::to_string(all[r * size + i]) +
-                      "; expected the same sizes on every rank. The group stays usable.");
-    }
-  }
+std::size_t numbers_in(const at::Tensor& tensor, const Reduction& reduction) {
+  return static_cast<std::size_t>(tensor.numel()) * reduction.per_element;
 }
 
-void reduce_scatter_one(Carrier& carrier, const at::Tensor& output, const at::Tensor& input,
-                        const Reduction& reduction, std::int64_t begin, const Deadline& deadline) {
-  PlainDispatch guard;
-  const at::Tensor from = prepared(input, reduction);
-  const at::Tensor sum = scratch(input.numel(), input);
-  all_reduce_into(carrier, from, sum, reduction, deadline);
-  at::Tensor target = output;
-  target.copy_(sum.narrow(0, begin, output.numel()).view(output.sizes()));
+// `pieces[r]` is what this rank gives to rank r's output. The peers may read all of them while this rank
+// writes its own output, which may be its own piece exactly.
+void reduce_scatter_one(Carrier& carrier, const at::Tensor& output, const std::vector<at::Tensor>& pieces,
+                        const Reduction& reduction, const Deadline& deadline) {
+  const auto mine = static_cast<std::size_t>(carrier.rank());
+  std::vector<const void*> inputs;
+  std::vector<std::size_t> counts;
+  at::Tensor result = writable(output);
+  for (std::size_t r = 0; r < pieces.size(); ++r) {
+    inputs.push_back(pieces[r].const_data_ptr());
+    counts.push_back(numbers_in(pieces[r], reduction));
+    const bool exact = r == mine && result.const_data_ptr() == inputs[r];
+    if (!exact && overlaps(result, pieces[r])) result = scratch(output.numel(), output).view(output.sizes());
+  }
+  carrier.reduce_scatter(inputs, counts, result.mutable_data_ptr(), reduction.dtype, reduction.op, deadline);
+  put_back(result, output);
 }
 
 }  // namespace
@@ -70,17 +48,12 @@ FcclBackend::WorkPtr FcclBackend::reduce(Tensors& tensors, const ::c10d::ReduceO
   Reduction reduction = check_reduction(c, tensor, opts.reduceOp);
   return submit(c, tensors, tensors,
                 [tensor, root, reduction = std::move(reduction)](Carrier& carrier, const Deadline& deadline) {
-                  Description gate;
-                  gate.collective = Collective::kReduce;
-                  gate.dtype = dtype_of(tensor.scalar_type());
-                  gate.reduce_op = reduction.op;
-                  gate.root = root;
-                  gate.count = static_cast<std::uint64_t>(tensor.numel());
-                  carrier.gate(gate, deadline);
                   const at::Tensor from = prepared(tensor, reduction);
                   const bool receives = carrier.rank() == root;
-                  const at::Tensor to = receives ? writable(tensor) : scratch(tensor.numel(), tensor);
-                  all_reduce_into(carrier, from, to, reduction, deadline);
+                  const at::Tensor to = receives ? writable(tensor) : from;
+                  carrier.reduce(from.const_data_ptr(), receives ? to.mutable_data_ptr() : nullptr,
+                                 numbers_in(tensor, reduction), reduction.dtype, reduction.op, root,
+                                 deadline);
                   if (receives) put_back(to, tensor);
                 });
 }
@@ -95,39 +68,18 @@ FcclBackend::WorkPtr FcclBackend::reduce_scatter(Tensors& outputs, TensorLists& 
   check_length(c, inputs[0].size(), static_cast<std::size_t>(size_), "input tensors");
   check_dense(c, output, "output");
   check_written(c, output, "output");
-  std::vector<std::int64_t> splits;
-  bool even = true;
   for (const at::Tensor& input : inputs[0]) {
     check_dense(c, input, "input");
     check_same_type(c, input, output, "input");
-    splits.push_back(input.numel());
-    even = even && splits.back() == splits[0];
   }
-  const auto mine = static_cast<std::size_t>(rank_);
-  check_numel(c, output, splits[mine], "output");
+  check_numel(c, output, inputs[0][static_cast<std::size_t>(rank_)].numel(), "output");
   Reduction reduction = check_reduction(c, output, opts.reduceOp);
   return submit(c, inputs[0], outputs,
-                [output, list = inputs[0], splits, even, mine, reduction = std::move(reduction)](
-                    Carrier& carrier, const Deadline& deadline) {
-                  Description gate;
-                  gate.collective = Collective::kReduceScatter;
-                  gate.dtype = dtype_of(output.scalar_type());
-                  gate.reduce_op = reduction.op;
-                  gate.count = static_cast<std::uint64_t>(
-                      std::accumulate(splits.begin(), splits.end(), std::int64_t{0}));
-                  gate.output_count = even ? static_cast<std::uint64_t>(splits[0]) : 0;
-                  carrier.gate(gate, deadline);
-                  if (!even) check_splits(carrier, splits, deadline);
-                  PlainDispatch guard;
-                  at::Tensor flat = scratch(static_cast<std::int64_t>(gate.count), output);
-                  std::int64_t begin = 0;
-                  std::int64_t at_mine = 0;
-                  for (std::size_t r = 0; r < list.size(); ++r) {
-                    if (r == mine) at_mine = begin;
-                    flat.narrow(0, begin, splits[r]).view(list[r].sizes()).copy_(list[r]);
-                    begin += splits[r];
-                  }
-                  reduce_scatter_one(carrier, output, flat, reduction, at_mine, deadline);
+                [output, list = inputs[0], reduction = std::move(reduction)](Carrier& carrier,
+                                                                             const Deadline& deadline) {
+                  std::vector<at::Tensor> pieces;
+                  for (const at::Tensor& input : list) pieces.push_back(prepared(input, reduction));
+                  reduce_scatter_one(carrier, output, pieces, reduction, deadline);
                 });
 }
 
@@ -147,19 +99,15 @@ FcclBackend::WorkPtr FcclBackend::reduce_scatter_all(const Call& c, Tensors& out
   return submit(
       c, inputs, outputs,
       [outputs, inputs, reductions = std::move(reductions)](Carrier& carrier, const Deadline& deadline) {
-        Description gate;
-        gate.collective = Collective::kReduceScatter;
-        gate.dtype = dtype_of(inputs[0].scalar_type());
-        gate.reduce_op = reductions[0].op;
-        gate.tensors = static_cast<std::uint32_t>(inputs.size());
-        for (const at::Tensor& input : inputs) gate.count += static_cast<std::uint64_t>(input.numel());
-        for (const at::Tensor& output : outputs) {
-          gate.output_count += static_cast<std::uint64_t>(output.numel());
-        }
-        carrier.gate(gate, deadline);
+        gate_tensors(carrier, Collective::kReduceScatter, inputs, reductions[0].op, deadline);
         for (std::size_t i = 0; i < inputs.size(); ++i) {
-          reduce_scatter_one(carrier, outputs[i], inputs[i], reductions[i],
-                             outputs[i].numel() * carrier.rank(), deadline);
+          PlainDispatch guard;
+          const at::Tensor flat = prepared(inputs[i], reductions[i]).reshape({-1});
+          std::vector<at::Tensor> pieces;
+          for (int rank = 0; rank < carrier.size(); ++rank) {
+            pieces.push_back(flat.narrow(0, outputs[i].numel() * rank, outputs[i].numel()));
+          }
+          reduce_scatter_one(carrier, outputs[i], pieces, reductions[i], deadline);
         }
       });
 }

@@ -106,7 +106,7 @@ std::string Description::to_string() const {
   text += std::string("(") + name_of(dtype) + ", count=" + std::to_string(count);
   if (output_count != 0) {
     text += flags != 0 ? ", sizes=#" + std::to_string(output_count)
-                                   : ", output_count=" + std::to_string(output_count);
+                       : ", output_count=" + std::to_string(output_count);
   }
   if (tensors != 1) text += ", tensors=" + std::to_string(tensors);
   if (has_op(collective)) text += std::string(", op=") + name_of(reduce_op);

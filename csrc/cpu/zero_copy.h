@@ -2,14 +2,19 @@
 //
 // Which ends must be in their ranks' arenas:
 //
-//   | collective | input        | output   | what moves                                             |
-//   | all_reduce | all ranks    | all ranks | each rank reduces its slice out of all inputs into all outputs
-//   | | all_gather | all ranks    | -         | each rank copies every peer's input                    | |
-//   broadcast  | the root     | -         | each rank copies the root's                            |
+//   | collective | input     | output    | what moves                                     |
+//   | ---------- | --------- | --------- | ---------------------------------------------- |
+//   | all_reduce | all ranks | all ranks | each rank reduces its slice of all inputs into |
+//   |            |           |           | that slice of all outputs                      |
+//   | all_gather | all ranks | -         | each rank copies every peer's input            |
+//   | broadcast  | the root  | -         | each rank copies the root's                    |
 //
-// Where it is not so on every rank that counts, all ranks take the staged path (the last line of the table
-// decides for each piece; see exchange.cpp). The descriptions of the
-// call say where tensors are, so all ranks decide alike from the same words.
+// The others are where their staged paths are: reduce_scatter and reduce (inputs of all ranks, but for the
+// root's) in reduce_scatter.cpp; all_to_all, gather and scatter (piece by piece, each where its sender has
+// it) in exchange.cpp.
+//
+// Where it is not so on every rank that counts, all ranks take the staged path. The descriptions of the call
+// say where tensors are, so all ranks decide alike from the same words.
 //
 // A collective here succeeds only when every peer has said that it is done with this rank's memory (done
 // has grown by one): the caller may write to it or free it at once.
