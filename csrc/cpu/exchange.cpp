@@ -87,6 +87,8 @@ class Exchange {
     }
     if (!exposed.empty()) call_.expose(std::move(exposed));
     std::memcpy(call_.own_slot(offset_), &entry(self_, 0), ranks_ * sizeof(Entry));
+    if (state_.config.testing.lie) [[unlikely]]
+      state_.config.testing.lie(call_.own_slot(offset_), true);
   }
 
   // Where in a rank's slot its piece for `to` lies; for to == ranks_ the end of all.

@@ -111,6 +111,8 @@ void Call::arrive() {
   void* line = &control.descriptions[number_ % kDescriptionLines].description;
   std::memcpy(line, &description_,
               description_.collective == Collective::kRejected ? sizeof(Description) : kWithoutNote);
+  if (state_.config.testing.lie) [[unlikely]]
+    state_.config.testing.lie(line, false);
   if (description_.input_at != Description::kNowhere || description_.output_at != Description::kNowhere) {
     expose({description_.input_at, description_.output_at});
   }

@@ -45,6 +45,8 @@ def collect() -> dict[str, Any]:
         "cpu_features_used": None,
         "shares_memory": None,
         "why_no_shared_memory": "",
+        "arena_bytes": None,
+        "why_no_arena": "",
         "cuda_built": None,
         "cuda_of_torch": torch.version.cuda,
         "lightning": _installed("lightning"),
@@ -68,6 +70,8 @@ def collect() -> dict[str, Any]:
         )
         why = module.why_no_shared_memory()
         facts.update(shares_memory=not why, why_no_shared_memory=why)
+        arena = module.memory_stats()
+        facts.update(arena_bytes=arena["capacity"], why_no_arena=arena["why_none"])
     except (ImportError, RuntimeError) as error:
         facts["problem"] = str(error)
     return facts
@@ -86,6 +90,10 @@ def _print(facts: dict[str, Any]) -> None:
         shares += ", but FCCL_SHM=0 turns the shared-memory engine off"
     elif facts["why_no_shared_memory"]:
         shares += f": {facts['why_no_shared_memory']}"
+    if facts["why_no_arena"]:
+        arena = f"no: {facts['why_no_arena']}"
+    else:
+        arena = f"up to {format_size(facts['arena_bytes'] or 0)} (fccl.empty, DDP's buckets)"
     features = facts["cpu_features_used"] or "unknown"
     if facts["cpu_features_built"]:
         features += f" (built: {facts['cpu_features_built']})"
@@ -103,6 +111,7 @@ def _print(facts: dict[str, Any]) -> None:
         "available memory": format_size(facts["available_memory_bytes"]),
         "CPU features used": features,
         "shares memory here": shares,
+        "shared tensors": "unknown" if facts["arena_bytes"] is None else arena,
         "CUDA kernels built": cuda,
         "lightning": facts["lightning"] or "not installed",
         "pytorch-lightning": facts["pytorch_lightning"] or "not installed",

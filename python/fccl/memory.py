@@ -5,13 +5,18 @@ ranks share. A tensor made here lies in such memory from the start (the process'
 and write it in place. That is faster, and the result is the same to the bit. Collectives go without copies
 where the tensors are in the arena on every rank that matters; where only some are, all ranks copy.
 
-======================================  ============================================
-Collective                              Must be in the arena
-======================================  ============================================
-``all_reduce``                          the tensor, on all ranks
-``all_gather``, ``all_gather_single``   the input, on all ranks
-``broadcast``                           the tensor, on the source rank
-======================================  ============================================
+==========================================  ========================================================
+Collective                                  Must be in the arena
+==========================================  ========================================================
+``all_reduce``                              the tensor, on all ranks
+``all_gather``, ``all_gather_into_tensor``  the input, on all ranks
+``reduce_scatter_tensor``                   the input, on all ranks (a list: if it is slices in a row)
+``broadcast``                               the tensor, on the source rank
+``reduce``                                  the tensor, on all ranks but the destination
+``all_to_all``, ``gather``, ``scatter``     each piece by itself, on the rank that sends it
+==========================================  ========================================================
+
+Messages so small that they travel with the call itself are not concerned.
 
 A forked child (a DataLoader worker) sees its parent's tensors here as it sees tensors after
 ``share_memory_()``: both look at the same memory.

@@ -70,6 +70,7 @@ def test_info_json_says_what_the_module_says(capsys: pytest.CaptureFixture[str])
     assert facts["torch_built_for"] == module.build_info()["torch_version"]
     assert facts["cpu_features_used"] == module.selected_isa()
     assert facts["shares_memory"] is (module.why_no_shared_memory() == "")
+    assert facts["arena_bytes"] == module.memory_stats()["capacity"] > 0 and facts["why_no_arena"] == ""
     assert facts["cores"] == _machine.core_count()
     assert facts["cuda_built"] is bool(module.build_info()["cuda"])
     assert facts["problem"] == ""
