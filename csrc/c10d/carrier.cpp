@@ -32,6 +32,13 @@ void reduce_alone(const void* input, void* output, std::size_t count, DType dtyp
   dtype == DType::kBool ? normalise_bool(input, output, count) : copy_alone(input, output, count, dtype);
 }
 
+std::string list(std::span<const std::size_t> counts) {
+  std::string text;
+  for (std::size_t i = 0; i < std::min<std::size_t>(counts.size(), 64); ++i)
+    text += (i == 0 ? "" : ", ") + std::to_string(counts[i]);
+  return counts.size() > 64 ? text + ", ..." : text;
+}
+
 void warn_once(const std::string& group, const std::string& why) {
   static std::mutex mutex;
   static auto* told = new std::set<std::string>();
@@ -204,10 +211,16 @@ void Carrier::reduce(const void* input, void* output, std::size_t count, DType d
 
 void Carrier::reduce_scatter(std::span<const void* const> inputs, std::span<const std::size_t> counts,
                              void* output, DType dtype, ReduceOp op, const Deadline& deadline) {
-  switch (connect(deadline)) {
-    case Mode::kEngine: group_->reduce_scatter(inputs, counts, output, dtype, op, deadline); break;
-    case Mode::kInner: inner_reduce_scatter(inputs, counts, output, dtype, op, deadline); break;
-    default: reduce_alone(inputs[0], output, counts[0], dtype);
+  try {
+    switch (connect(deadline)) {
+      case Mode::kEngine: group_->reduce_scatter(inputs, counts, output, dtype, op, deadline); break;
+      case Mode::kInner: inner_reduce_scatter(inputs, counts, output, dtype, op, deadline); break;
+      default: reduce_alone(inputs[0], output, counts[0], dtype);
+    }
+  } catch (const Error& error) {
+    // Ranks compare fingerprints of the sizes; each can name its own.
+    if (error.kind() != ErrorKind::kMismatch) throw;
+    throw Error(error.kind(), std::string(error.what()) + " The sizes on this rank: " + list(counts) + ".");
   }
 }
 

@@ -153,7 +153,7 @@ def no_thread_for_the_worker(rank, world_size):
     right_sums(rank, world_size)
     tensors = [torch.full((n,), float(rank)) for n in (3, 100_000, 1)]
     if rank == 0:
-        with little_memory(4):
+        with little_memory(7):  # less than a thread's stack
             assert no_thread_can_be_started()
             works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
             assert all(work.is_completed() for work in works)
@@ -182,7 +182,7 @@ def no_thread_for_the_callbacks(rank, world_size):
     dist.all_reduce(torch.ones(1), async_op=True).wait()  # the worker is there
     tensor = torch.full((3,), float(rank))
     if rank == 0:
-        with little_memory(4):
+        with little_memory(7):  # less than a thread's stack
             assert no_thread_can_be_started()
             work = dist.all_reduce(tensor, async_op=True)
             threads = work.get_future().then(
@@ -235,7 +235,7 @@ def aborted_inside_gloo(rank, world_size, folder):
 
 @pytest.mark.timeout(60)
 def test_gloo_keeps_what_it_was_given(tmp_path):
-    run_ranks(aborted_inside_gloo, 3, str(tmp_path), timeout=50, init_kwargs=LONG)
+    run_ranks(aborted_inside_gloo, 3, str(tmp_path), timeout=50, init_kwargs=LONG, env={"FCCL_SHM": "0"})
 
 
 def many_refused(rank, world_size, refused_on, bursts):
