@@ -89,8 +89,7 @@ void bind_backend(py::module_& m) {
            py::arg("cuda_factory") = nullptr)
       .def_property_readonly(
           "engine", &FcclBackend::engine,
-          "What carries CPU collectives: 'shared-memory', 'inner', or 'unconnected' before the "
-          "group's first collective.")
+          "What carries CPU collectives: 'shared-memory' or 'inner'.")
       .def_property_readonly("why_inner", &FcclBackend::why_inner,
                              "Why the shared-memory engine does not carry this group; empty while it does.")
       .def_property_readonly("zero_copy_count", &FcclBackend::zero_copy_count,

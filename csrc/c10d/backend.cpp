@@ -90,12 +90,15 @@ FcclBackend::FcclBackend(Config config)
   TORCH_CHECK_VALUE(config.size >= 1 && config.rank >= 0 && config.rank < config.size, "fccl: rank ",
                     config.rank, " in a group of ", config.size,
                     ", expected a rank from 0 to the size less one");
-  // Not left for the first use: a group's first operation may be a send between two of its ranks,
-  // and Gloo connects all ranks at its construction.
-  BackendPtr inner = config.size > 1 ? config.cpu_factory(inner_store(store_, "cpu")) : BackendPtr();
-  carrier_ =
-      std::make_shared<Carrier>(config.rank, config.size, group_name_,
-                                c10::make_intrusive<::c10d::PrefixStore>("engine", store_), std::move(inner));
+  // Not left for the first use: a group's first operation may be a send between two of its ranks.
+  try {
+    carrier_ = std::make_shared<Carrier>(
+        config.rank, config.size, group_name_, store_,
+        [make = config.cpu_factory](const auto& store) { return make(inner_store(store, "cpu")); },
+        config.timeout);
+  } catch (const Error& error) {
+    throw_as_torch(error);
+  }
 }
 
 FcclBackend::~FcclBackend() { release_resources(); }
@@ -125,7 +128,6 @@ void FcclBackend::release_resources() {
 
 std::string FcclBackend::engine() const {
   switch (carrier_->mode()) {
-    case Carrier::Mode::kUnconnected: return "unconnected";
     case Carrier::Mode::kEngine: return "shared-memory";
     case Carrier::Mode::kInner:
     case Carrier::Mode::kLocal: break;
@@ -140,7 +142,6 @@ std::uint64_t FcclBackend::zero_copy_count() const {
 std::string FcclBackend::why_no_zero_copy() const {
   switch (carrier_->mode()) {
     case Carrier::Mode::kEngine: return carrier_->group()->why_no_zero_copy();
-    case Carrier::Mode::kUnconnected: return {};
     default: return carrier_->why_inner();
   }
 }
@@ -211,7 +212,7 @@ c10::intrusive_ptr<FcclBackend::Options> FcclBackend::getBackendOptions() {
 
 void FcclBackend::setTimeout(std::chrono::milliseconds timeout) {
   timeout_ms_ = timeout.count();
-  if (carrier_->inner()) carrier_->inner()->setTimeout(timeout);
+  carrier_->set_timeout(timeout);
   std::lock_guard lock(cuda_mutex_);
   if (cuda_inner_) cuda_inner_->setTimeout(timeout);
 }
@@ -250,7 +251,7 @@ void FcclBackend::shut_down(const std::string& why) {
     }
   });
   if (idle && carrier_->group() != nullptr) carrier_->group()->leave(why);
-  if (carrier_->inner()) carrier_->inner()->shutdown();
+  if (const BackendPtr inner = carrier_->inner_if_made()) inner->shutdown();
   std::lock_guard lock(cuda_mutex_);
   if (cuda_inner_) cuda_inner_->shutdown();
 }

@@ -1,8 +1,8 @@
 // The c10d backend "fccl": one object per process group, for all its devices.
 //
 // CPU tensors: collectives run on the shared-memory engine (or, where ranks share no memory, on the
-// inner Gloo), in the order the executor gives them. What neither has is composed from what they
-// have, or delegated to the inner Gloo behind the mismatch gate. CUDA tensors go to an inner NCCL.
+// inner Gloo), in the order the executor gives them; sparse sums go to an inner Gloo behind the mismatch
+// gate. CUDA tensors go to an inner NCCL.
 #pragma once
 
 #include <atomic>
@@ -25,9 +25,6 @@
 
 namespace fccl::c10d_backend {
 
-// Makes an inner backend over the store it is given.
-using InnerFactory = std::function<BackendPtr(const c10::intrusive_ptr<::c10d::Store>&)>;
-
 class FcclBackend final : public ::c10d::Backend {
  public:
   struct Config {
@@ -37,7 +34,7 @@ class FcclBackend final : public ::c10d::Backend {
     std::chrono::milliseconds timeout{};
     std::string group_name;
     std::vector<std::uint64_t> global_ranks;
-    InnerFactory cpu_factory;   // Gloo; called once, at construction, if there are several ranks
+    InnerFactory cpu_factory;   // Gloo; called when there is need of it
     InnerFactory cuda_factory;  // NCCL; empty where torch has none; called at the first CUDA tensor
   };
 
@@ -54,7 +51,7 @@ class FcclBackend final : public ::c10d::Backend {
   ~FcclBackend() override;
 
   // ---- what fccl adds ----
-  std::string engine() const;  // "shared-memory", "inner" or "unconnected"
+  std::string engine() const;  // "shared-memory" or "inner"
   std::string why_inner() const { return carrier_->why_inner(); }
   // Of the finished collectives, how many found their tensors in the ranks' arenas; why none ever will.
   std::uint64_t zero_copy_count() const;
@@ -91,7 +88,7 @@ class FcclBackend final : public ::c10d::Backend {
                         const ::c10d::AllToAllOptions& opts) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
 
-  // ---- delegated to the inner backend (delegated.cpp) ----
+  // ---- delegated.cpp ----
   WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
@@ -160,7 +157,9 @@ class FcclBackend final : public ::c10d::Backend {
 
   // The inner NCCL, made at the first CUDA tensor.
   ::c10d::Backend& cuda(const Call& call, const at::Tensor& tensor);
-  ::c10d::Backend& point_to_point(const char* name, const at::Tensor& tensor, int peer);
+  // Checks the arguments; throws what torch should see.
+  Call point_to_point(::c10d::OpType type, const char* title, const Tensors& tensors, int peer);
+  WorkPtr begin_message(const Call& call, const at::Tensor& tensor, int peer, int tag);
 
   const std::uint64_t born_in_ = fork_generation_now();
   static std::uint64_t fork_generation_now() noexcept;

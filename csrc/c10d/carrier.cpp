@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
 #include "c10d/process.h"
 
 namespace fccl::c10d_backend {
@@ -111,10 +113,8 @@ void Carrier::fail_locally(Collective collective, std::uint64_t before, bool int
   if (group_->failure()) return;
   if (deadline.expired()) {
     // Its own deadline passed where the message names neither call nor rank.
-    const char* inside = mode() == Mode::kUnconnected ? " ms in the group's first collective: "
-                                                      : " ms in the inner engine (Gloo): ";
-    const std::string text =
-        where + "timed out after " + std::to_string(deadline.span().count()) + inside + what;
+    const std::string text = where + "timed out after " + std::to_string(deadline.span().count()) +
+                             " ms in the inner engine (Gloo): " + what;
     group_->abort(text);
     throw Error(ErrorKind::kTimeout, text);
   }
@@ -132,26 +132,55 @@ void Carrier::fail_locally(Collective collective, std::uint64_t before, bool int
   group_->abort(where + "failed half-way: " + what);
 }
 
-Carrier::Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
-                 BackendPtr inner)
-    : rank_(rank), size_(size), group_name_(std::move(group_name)), inner_(std::move(inner)) {
+Carrier::Carrier(int rank, int size, std::string group_name, c10::intrusive_ptr<::c10d::Store> store,
+                 InnerFactory make_inner, std::chrono::milliseconds timeout)
+    : rank_(rank),
+      size_(size),
+      group_name_(std::move(group_name)),
+      store_(std::move(store)),
+      make_inner_(std::move(make_inner)) {
   if (size == 1) {
-    mode_ = Mode::kLocal;
     why_inner_ = "the group has one rank";
     return;
   }
-  store_ = std::make_shared<StoreAdapter>(store);
+  const auto adapter =
+      std::make_shared<StoreAdapter>(c10::make_intrusive<::c10d::PrefixStore>("engine", store_));
   cpu::GroupConfig config;
   config.rank = rank;
   config.world_size = size;
   config.name = group_name_;
-  config.store = store_;
-  config.peer_lost = [this] { return presence_ && presence_->isCompleted() && !presence_->isSuccess(); };
+  config.store = adapter;
   group_ = std::make_unique<cpu::Group>(std::move(config));
+  const bool shared = group_->connect(Deadline::after(timeout));
+  adapter->release();
+  mode_ = shared ? Mode::kEngine : Mode::kInner;
+  if (shared) return;
+  why_inner_ = group_->why_not();
+  if (rank_ == 0) warn_once(group_name_, why_inner_);
+  (void)inner();
+}
+
+::c10d::Backend& Carrier::inner() {
+  if (inner_) return *inner_;  // only the thread that calls this changes it
+  BackendPtr made = make_inner_(store_);
+  std::lock_guard lock(inner_mutex_);
+  if (inner_timeout_) made->setTimeout(*inner_timeout_);
+  inner_ = std::move(made);
+  return *inner_;
+}
+
+BackendPtr Carrier::inner_if_made() const {
+  std::lock_guard lock(inner_mutex_);
+  return inner_;
+}
+
+void Carrier::set_timeout(std::chrono::milliseconds timeout) {
+  std::lock_guard lock(inner_mutex_);
+  inner_timeout_ = timeout;
+  if (inner_) inner_->setTimeout(timeout);
 }
 
 Carrier::~Carrier() {
-  if (presence_) left_behind_.push_back(std::move(presence_));
   if (std::all_of(left_behind_.begin(), left_behind_.end(),
                   [](const auto& work) { return work->isCompleted(); }))
     return;
@@ -165,35 +194,9 @@ Carrier::~Carrier() {
   }
 }
 
-Carrier::Mode Carrier::connect(const Deadline& deadline) {
-  if (const Mode known = mode(); known != Mode::kUnconnected) return known;
-  // Until the ranks are connected only the inner backend sees one of them go: a barrier that all join here
-  // fails then. Its time is a little longer than the call's, so that ours is what runs out.
-  ::c10d::BarrierOptions options;
-  options.timeout = inner_timeout(deadline) + std::chrono::seconds(5);
-  presence_ = inner_->barrier(options);
-  const bool shared = group_->connect(deadline);
-  presence_.reset();
-  store_->release();
-  if (!shared) {
-    {
-      std::lock_guard lock(why_mutex_);
-      why_inner_ = group_->why_not();
-    }
-    if (rank_ == 0) warn_once(group_name_, group_->why_not());
-  }
-  mode_.store(shared ? Mode::kEngine : Mode::kInner, std::memory_order_release);
-  return mode();
-}
-
-std::string Carrier::why_inner() const {
-  std::lock_guard lock(why_mutex_);
-  return why_inner_;
-}
-
 void Carrier::all_reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op,
                          const Deadline& deadline) {
-  switch (connect(deadline)) {
+  switch (mode()) {
     case Mode::kEngine: group_->all_reduce(input, output, count, dtype, op, deadline); break;
     case Mode::kInner: inner_all_reduce(input, output, count, dtype, op, deadline); break;
     default: reduce_alone(input, output, count, dtype);
@@ -202,7 +205,7 @@ void Carrier::all_reduce(const void* input, void* output, std::size_t count, DTy
 
 void Carrier::reduce(const void* input, void* output, std::size_t count, DType dtype, ReduceOp op, int root,
                      const Deadline& deadline) {
-  switch (connect(deadline)) {
+  switch (mode()) {
     case Mode::kEngine: group_->reduce(input, output, count, dtype, op, root, deadline); break;
     case Mode::kInner: inner_reduce(input, output, count, dtype, op, root, deadline); break;
     default: reduce_alone(input, output, count, dtype);
@@ -212,7 +215,7 @@ void Carrier::reduce(const void* input, void* output, std::size_t count, DType d
 void Carrier::reduce_scatter(std::span<const void* const> inputs, std::span<const std::size_t> counts,
                              void* output, DType dtype, ReduceOp op, const Deadline& deadline) {
   try {
-    switch (connect(deadline)) {
+    switch (mode()) {
       case Mode::kEngine: group_->reduce_scatter(inputs, counts, output, dtype, op, deadline); break;
       case Mode::kInner: inner_reduce_scatter(inputs, counts, output, dtype, op, deadline); break;
       default: reduce_alone(inputs[0], output, counts[0], dtype);
@@ -225,7 +228,7 @@ void Carrier::reduce_scatter(std::span<const void* const> inputs, std::span<cons
 }
 
 void Carrier::all_to_all(const cpu::Group::Pieces& pieces, DType dtype, const Deadline& deadline) {
-  switch (connect(deadline)) {
+  switch (mode()) {
     case Mode::kEngine: group_->all_to_all(pieces, dtype, deadline); break;
     case Mode::kInner: inner_all_to_all(pieces, dtype, deadline); break;
     default:
@@ -240,7 +243,7 @@ void Carrier::all_to_all(const cpu::Group::Pieces& pieces, DType dtype, const De
 
 void Carrier::gather(const void* input, std::span<void* const> outputs, std::size_t count, DType dtype,
                      int root, const Deadline& deadline) {
-  switch (connect(deadline)) {
+  switch (mode()) {
     case Mode::kEngine: group_->gather(input, outputs, count, dtype, root, deadline); break;
     case Mode::kInner: inner_gather(input, outputs, count, dtype, root, deadline); break;
     default: copy_alone(input, outputs[0], count, dtype);
@@ -249,7 +252,7 @@ void Carrier::gather(const void* input, std::span<void* const> outputs, std::siz
 
 void Carrier::scatter(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype,
                       int root, const Deadline& deadline) {
-  switch (connect(deadline)) {
+  switch (mode()) {
     case Mode::kEngine: group_->scatter(inputs, output, count, dtype, root, deadline); break;
     case Mode::kInner: inner_scatter(inputs, output, count, dtype, root, deadline); break;
     default: copy_alone(inputs[0], output, count, dtype);
@@ -259,7 +262,7 @@ void Carrier::scatter(std::span<const void* const> inputs, void* output, std::si
 void Carrier::all_gather(const void* input, std::span<void* const> outputs,
                          std::span<const std::size_t> counts, DType dtype, bool uneven,
                          const Deadline& deadline) {
-  switch (connect(deadline)) {
+  switch (mode()) {
     case Mode::kEngine: group_->all_gather(input, outputs, counts, dtype, uneven, deadline); break;
     case Mode::kInner: inner_all_gather(input, outputs, counts, dtype, uneven, deadline); break;
     default: copy_alone(input, outputs[0], counts[0], dtype);
@@ -267,7 +270,7 @@ void Carrier::all_gather(const void* input, std::span<void* const> outputs,
 }
 
 void Carrier::broadcast(void* buffer, std::size_t count, DType dtype, int root, const Deadline& deadline) {
-  switch (connect(deadline)) {
+  switch (mode()) {
     case Mode::kEngine: group_->broadcast(buffer, count, dtype, root, deadline); break;
     case Mode::kInner: inner_broadcast(buffer, count, dtype, root, deadline); break;
     default: break;
@@ -275,7 +278,7 @@ void Carrier::broadcast(void* buffer, std::size_t count, DType dtype, int root, 
 }
 
 void Carrier::barrier(const Deadline& deadline) {
-  switch (connect(deadline)) {
+  switch (mode()) {
     case Mode::kEngine: group_->barrier(deadline); break;
     case Mode::kInner:
       // Once everyone has come, that is all.
@@ -286,7 +289,7 @@ void Carrier::barrier(const Deadline& deadline) {
 }
 
 void Carrier::gate(const Description& call, const Deadline& deadline) {
-  switch (connect(deadline)) {
+  switch (mode()) {
     case Mode::kEngine: group_->gate(call, deadline); break;
     case Mode::kInner: inner_gate(call, deadline); break;
     default: break;
@@ -294,7 +297,7 @@ void Carrier::gate(const Description& call, const Deadline& deadline) {
 }
 
 void Carrier::reject(const std::string& why, const Deadline& deadline) {
-  switch (connect(deadline)) {
+  switch (mode()) {
     case Mode::kEngine: group_->reject(why, deadline); break;
     case Mode::kInner: inner_reject(why); break;
     default: break;

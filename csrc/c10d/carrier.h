@@ -2,7 +2,7 @@
 // share memory, or, for one rank, nothing. The callers above see plain memory and one set of
 // numerics.
 //
-// Every member but mode() and counts() is called in executor order, by one thread at a time.
+// Every member but the const ones and set_timeout() is called in executor order, by one thread at a time.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -28,6 +29,9 @@ namespace fccl::c10d_backend {
 
 using BackendPtr = c10::intrusive_ptr<::c10d::Backend>;
 
+// Makes an inner backend over the store it is given.
+using InnerFactory = std::function<BackendPtr(const c10::intrusive_ptr<::c10d::Store>&)>;
+
 // What is left of a call's time, as the inner backend wants it: never zero, which it takes for its default.
 inline std::chrono::milliseconds inner_timeout(const Deadline& deadline) {
   return std::max(deadline.left(std::chrono::hours(24)), std::chrono::milliseconds(1));
@@ -35,23 +39,28 @@ inline std::chrono::milliseconds inner_timeout(const Deadline& deadline) {
 
 class Carrier {
  public:
-  enum class Mode { kUnconnected, kLocal, kEngine, kInner };
+  enum class Mode { kLocal, kEngine, kInner };
 
-  // `inner` is null for one rank only. `store` is this incarnation's own.
-  Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
-          BackendPtr inner);
+  // Settles, by all ranks together, what carries this group: waits for all of them, for as long as `timeout`.
+  // `store` is this incarnation's own; `make_inner` is called in connection with it when there is need of an
+  // inner backend.
+  Carrier(int rank, int size, std::string group_name, c10::intrusive_ptr<::c10d::Store> store,
+          InnerFactory make_inner, std::chrono::milliseconds timeout);
 
   ~Carrier();
   Carrier(const Carrier&) = delete;
   Carrier& operator=(const Carrier&) = delete;
 
-  Mode mode() const noexcept { return mode_.load(std::memory_order_acquire); }
-  // Settles, at the group's first collective and by all ranks together, what carries this group.
-  Mode connect(const Deadline& deadline);
+  Mode mode() const noexcept { return mode_; }
   cpu::Group* group() noexcept { return group_.get(); }
   // Why the engine does not carry this group; empty while it does or nobody knows.
-  std::string why_inner() const;
-  const BackendPtr& inner() const noexcept { return inner_; }
+  const std::string& why_inner() const noexcept { return why_inner_; }
+  // The inner backend: made at once where it carries the group, else, by all ranks together, for the first
+  // collective that the engine does not have.
+  ::c10d::Backend& inner();
+  // Null while there is none.
+  BackendPtr inner_if_made() const;
+  void set_timeout(std::chrono::milliseconds timeout);
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
 
@@ -142,15 +151,16 @@ class Carrier {
   const int rank_;
   const int size_;
   const std::string group_name_;
-  std::shared_ptr<StoreAdapter> store_;
+  const c10::intrusive_ptr<::c10d::Store> store_;
+  const InnerFactory make_inner_;
   std::unique_ptr<cpu::Group> group_;
+  mutable std::mutex inner_mutex_;
+  std::optional<std::chrono::milliseconds> inner_timeout_;  // what set_timeout() said
   BackendPtr inner_;
-  c10::intrusive_ptr<::c10d::Work> presence_;  // while connect() runs
   // Operations of the inner backend that nobody waits for any more and that may be under way still.
   std::vector<c10::intrusive_ptr<::c10d::Work>> left_behind_;
-  std::atomic<Mode> mode_{Mode::kUnconnected};
+  Mode mode_ = Mode::kLocal;
   std::uint64_t inner_sequence_ = 0;  // calls compared over the inner backend
-  mutable std::mutex why_mutex_;
   std::string why_inner_;
   std::array<std::atomic<std::int64_t>, kCollectiveCount> counts_{};
 };

@@ -14,7 +14,7 @@ void FcclBackend::refuse(const Call& call, Fault fault, const std::string& why) 
     try {
       auto work =
           c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, Tensors{}, Tensors{}, executor_);
-      // Not waited for: before the group's first collective this would wait for the peers.
+      // Not waited for: it may wait for earlier calls.
       executor_->run_later(work, [carrier = carrier_, why, timeout = call.timeout] {
         carrier->reject(why, Deadline::after(timeout));
       });

@@ -1,4 +1,4 @@
-// What the inner backend (Gloo) does on shared-memory groups, too: sparse sums and the monitored barrier.
+// Sparse sums, which the inner backend (Gloo) does on shared-memory groups, too, and the monitored barrier.
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -10,6 +10,23 @@ namespace fccl::c10d_backend {
 namespace {
 
 using ::c10d::OpType;
+
+std::string who_failed(Carrier& carrier, const Deadline& deadline, bool all) {
+  const std::string time = std::to_string(deadline.span().count()) + " ms";
+  const std::vector<int> missing = carrier.group()->missing_ranks();
+  if (carrier.rank() != 0 || missing.empty()) {
+    return "Rank " + std::to_string(carrier.rank()) +
+           " successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+           "rank "
+           "0. Please check rank 0 logs for faulty rank. Within " +
+           time + ": ";
+  }
+  if (!all || missing.size() == 1)
+    return "Rank " + std::to_string(missing[0]) + " failed to pass monitoredBarrier in " + time + ". ";
+  std::string ranks;
+  for (const int rank : missing) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+  return "Ranks " + ranks + " failed to pass monitoredBarrier in " + time + ". ";
+}
 
 }  // namespace
 
@@ -39,7 +56,7 @@ FcclBackend::WorkPtr FcclBackend::sparse_all_reduce(const Call& sparse_call, Ten
     std::vector<at::Tensor> inputs{tensor};
     ::c10d::AllreduceOptions options;
     options.timeout = inner_timeout(deadline);
-    carrier.wait_for(*carrier.inner()->allreduce(inputs, options), deadline);
+    carrier.wait_for(*carrier.inner().allreduce(inputs, options), deadline);
     if (op == ReduceOp::kAvg) {
       PlainDispatch guard;
       at::Tensor values = inputs[0]._values();
@@ -60,14 +77,22 @@ FcclBackend::WorkPtr FcclBackend::allreduce_sparse(Tensors& tensors, const ::c10
   return sparse_all_reduce(c, tensors, opts.reduceOp);
 }
 
-// No gate: its purpose is to name the ranks that do not come.
+// Names the ranks that have not come, in the words that torch has for it.
 void FcclBackend::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) {
   Call c = call(OpType::BARRIER, Collective::kBarrier, "fccl:monitored_barrier", false, opts.timeout);
   submit(c, {}, {}, [wait_all_ranks](Carrier& carrier, const Deadline& deadline) {
-    if (carrier.size() == 1) return;
-    ::c10d::BarrierOptions options;
-    options.timeout = inner_timeout(deadline);
-    carrier.inner()->monitoredBarrier(options, wait_all_ranks);
+    if (carrier.mode() == Carrier::Mode::kInner) {
+      ::c10d::BarrierOptions options;
+      options.timeout = inner_timeout(deadline);
+      carrier.inner().monitoredBarrier(options, wait_all_ranks);
+      return;
+    }
+    try {
+      carrier.barrier(deadline);
+    } catch (const Error& error) {
+      if (!error.is_sticky()) throw;
+      throw Error(error.kind(), who_failed(carrier, deadline, wait_all_ranks) + error.what());
+    }
   });
 }
 

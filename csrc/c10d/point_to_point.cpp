@@ -1,17 +1,21 @@
-// send and recv go straight to the inner Gloo, beside the executor: they take no number, and a recv
-// may be outstanding while collectives run.
+// send and recv, beside the executor: they take no number, and a recv may be outstanding while collectives
+// run. Where ranks do not share memory they go straight to the inner Gloo.
+#include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
 
 #include "c10d/backend.h"
+#include "c10d/errors.h"
+#include "c10d/process.h"
+#include "cpu/point_to_point.h"
 
 namespace fccl::c10d_backend {
 namespace {
 
 using ::c10d::OpType;
 
-// A receive into memory of our own, put where the user wanted it by the first wait().
+// A receive over Gloo into memory of our own, put where the user wanted it by the first wait().
 class StagedReceive final : public ::c10d::Work {
  public:
   StagedReceive(int rank, OpType type, c10::intrusive_ptr<::c10d::Work> inner, at::Tensor buffer,
@@ -109,37 +113,119 @@ class CoalescedWork final : public ::c10d::Work {
   std::vector<c10::intrusive_ptr<::c10d::Work>> works_;
 };
 
+// A send or a receive on the engine. A strided tensor is sent from, or received into, memory of our own.
+class Message final : public CollectiveWork {
+ public:
+  Message(int rank, OpType type, const char* title, std::shared_ptr<Carrier> carrier, at::Tensor tensor,
+          at::Tensor plain, std::chrono::milliseconds timeout)
+      : CollectiveWork(rank, type, title, {tensor}, {tensor}, nullptr),
+        carrier_(std::move(carrier)),
+        tensor_(std::move(tensor)),
+        plain_(std::move(plain)),
+        timeout_(timeout) {}
+
+  void begin(int peer, int tag) {
+    const auto request = std::make_shared<cpu::Request>();
+    request_ = request;
+    request->sends = opType_ == OpType::SEND;
+    request->data = static_cast<std::byte*>(const_cast<void*>(
+        request->sends ? plain_.const_data_ptr() : static_cast<const void*>(plain_.mutable_data_ptr())));
+    request->count = static_cast<std::size_t>(plain_.numel());
+    request->dtype = dtype_of(plain_.scalar_type());
+    request->peer = peer;
+    request->tag = tag;
+    // This work lives until its message has been moved, whatever the caller does with it.
+    request->at_end = [self = c10::intrusive_ptr<Message>::reclaim_copy(this)](const cpu::Request& ended) {
+      self->end(ended);
+    };
+    try {
+      engine().post(request);
+    } catch (const Error& error) {
+      request->at_end = nullptr;
+      throw_as_torch(error);
+    }
+  }
+
+  bool isCompleted() override { return is_done() || (engine().test(*request_) && is_done()); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (!is_done()) {
+      const GilRelease unlocked;
+      const auto limit = timeout > std::chrono::milliseconds::zero() ? timeout : timeout_;
+      try {
+        engine().wait(*request_, Deadline::after(limit));
+      } catch (const Error& error) {
+        if (!is_done()) throw_as_torch(error);
+      }
+    }
+    rethrow();
+    return true;
+  }
+  int sourceRank() const override { return request_->peer; }
+  void abort() override {
+    C10_THROW_ERROR(NotImplementedError, "fccl: one message cannot be aborted alone; abort the group");
+  }
+
+ private:
+  cpu::PointToPoint& engine() const { return carrier_->group()->point_to_point(); }
+
+  void end(const cpu::Request& request) noexcept {
+    std::exception_ptr error;
+    try {
+      if (request.error) throw_as_torch(*request.error);
+      if (!request.sends) put_back(plain_, tensor_);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    complete(std::move(error));
+  }
+
+  const std::shared_ptr<Carrier> carrier_;
+  at::Tensor tensor_;
+  at::Tensor plain_;
+  const std::chrono::milliseconds timeout_;
+  cpu::RequestPtr request_;
+};
+
 std::string place(const char* name, int rank) {
   return std::string("fccl ") + name + " on rank " + std::to_string(rank) + ": ";
 }
 
 }  // namespace
 
-::c10d::Backend& FcclBackend::point_to_point(const char* name, const at::Tensor& tensor, int peer) {
-  // Its check for a forked child: the parent's connections are not the child's to use.
-  const Call c = call(OpType::SEND, Collective::kNone, name, true, ::c10d::kUnsetTimeout);
+FcclBackend::Call FcclBackend::point_to_point(OpType type, const char* title, const Tensors& tensors,
+                                              int peer) {
+  // Checks that this is no forked child: the parent's connections are not the child's to use.
+  const Call c = call(type, Collective::kNone, title, true, ::c10d::kUnsetTimeout);
+  const std::string here = place(title + sizeof("fccl:") - 1, rank_);
+  if (tensors.size() != 1) C10_THROW_ERROR(ValueError, here + "expected exactly one tensor");
+  const at::Tensor& tensor = tensors[0];
   if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta()) {
-    C10_THROW_ERROR(ValueError, place(name + sizeof("fccl:") - 1, rank_) + "the tensor is " +
-                                    describe(tensor) + ", expected a dense (strided) tensor");
+    C10_THROW_ERROR(ValueError,
+                    here + "the tensor is " + describe(tensor) + ", expected a dense (strided) tensor");
   }
   if (peer < -1 || peer >= size_ || peer == rank_) {
-    C10_THROW_ERROR(ValueError, place(name + sizeof("fccl:") - 1, rank_) + "the peer is rank " +
-                                    std::to_string(peer) + ", expected another rank of the group's " +
-                                    std::to_string(size_));
+    C10_THROW_ERROR(ValueError, here + "the peer is rank " + std::to_string(peer) +
+                                    ", expected another rank of the group's " + std::to_string(size_));
   }
-  if (shut_down_) {
-    C10_THROW_ERROR(DistBackendError,
-                    place(name + sizeof("fccl:") - 1, rank_) + "the process group has been destroyed");
+  if (shut_down_) C10_THROW_ERROR(DistBackendError, here + "the process group has been destroyed");
+  if (!tensor.is_cuda() && (!tensor.device().is_cpu() || size_ == 1)) {
+    C10_THROW_ERROR(ValueError, here + "the tensor is " + describe(tensor) + " in a group of " +
+                                    std::to_string(size_) + ", expected a CPU tensor and a peer");
   }
-  if (tensor.is_cuda()) {
-    return cuda(c, tensor);
+  if (type != OpType::SEND && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    C10_THROW_ERROR(ValueError,
+                    here + "elements of the tensor share memory (expand()?); receive into a clone");
   }
-  if (!tensor.device().is_cpu() || !carrier_->inner()) {
-    C10_THROW_ERROR(ValueError, place(name + sizeof("fccl:") - 1, rank_) + "the tensor is " +
-                                    describe(tensor) + " in a group of " + std::to_string(size_) +
-                                    ", expected a CPU tensor and a peer");
-  }
-  return *carrier_->inner();
+  return c;
+}
+
+FcclBackend::WorkPtr FcclBackend::begin_message(const Call& c, const at::Tensor& tensor, int peer, int tag) {
+  const bool sends = c.type == OpType::SEND;
+  auto message = c10::make_intrusive<Message>(rank_, c.type, c.title, carrier_, tensor,
+                                              sends ? readable(tensor) : writable(tensor), c.timeout);
+  const GilRelease unlocked;
+  message->begin(peer, tag);
+  return track(std::move(message));
 }
 
 FcclBackend::WorkPtr FcclBackend::track(WorkPtr work) {
@@ -151,32 +237,32 @@ FcclBackend::WorkPtr FcclBackend::track(WorkPtr work) {
 }
 
 FcclBackend::WorkPtr FcclBackend::send(Tensors& tensors, int destination, int tag) {
-  if (tensors.size() != 1) C10_THROW_ERROR(ValueError, place("send", rank_) + "expected exactly one tensor");
-  ::c10d::Backend& inner = point_to_point("fccl:send", tensors[0], destination);
-  if (tensors[0].is_cuda()) return inner.send(tensors, destination, tag);
+  const Call c = point_to_point(OpType::SEND, "fccl:send", tensors, destination);
+  if (tensors[0].is_cuda()) return cuda(c, tensors[0]).send(tensors, destination, tag);
+  if (carrier_->mode() == Carrier::Mode::kEngine) return begin_message(c, tensors[0], destination, tag);
   Tensors plain{readable(tensors[0])};
-  return track(inner.send(plain, destination, tag));
+  return track(carrier_->inner().send(plain, destination, tag));
 }
 
 FcclBackend::WorkPtr FcclBackend::recv(Tensors& tensors, int source, int tag) {
-  if (tensors.size() != 1) C10_THROW_ERROR(ValueError, place("recv", rank_) + "expected exactly one tensor");
-  ::c10d::Backend& inner = point_to_point("fccl:recv", tensors[0], source);
-  if (tensors[0].is_cuda())
-    return inner.recv(tensors, source, tag);  // coalesced, if at all, by the inner one
-  if (is_plain(tensors[0])) return track(inner.recv(tensors, source, tag));
+  const Call c = point_to_point(OpType::RECV, "fccl:recv", tensors, source);
+  // Coalesced, if at all, by the inner one.
+  if (tensors[0].is_cuda()) return cuda(c, tensors[0]).recv(tensors, source, tag);
+  if (carrier_->mode() == Carrier::Mode::kEngine) return begin_message(c, tensors[0], source, tag);
+  if (is_plain(tensors[0])) return track(carrier_->inner().recv(tensors, source, tag));
   Tensors plain{writable(tensors[0])};
-  return track(c10::make_intrusive<StagedReceive>(rank_, OpType::RECV, inner.recv(plain, source, tag),
-                                                  plain[0], tensors[0]));
+  return track(c10::make_intrusive<StagedReceive>(
+      rank_, OpType::RECV, carrier_->inner().recv(plain, source, tag), plain[0], tensors[0]));
 }
 
 FcclBackend::WorkPtr FcclBackend::recvAnysource(Tensors& tensors, int tag) {
-  if (tensors.size() != 1) C10_THROW_ERROR(ValueError, place("recv", rank_) + "expected exactly one tensor");
-  ::c10d::Backend& inner = point_to_point("fccl:recv", tensors[0], -1);
-  if (tensors[0].is_cuda()) return inner.recvAnysource(tensors, tag);
-  if (is_plain(tensors[0])) return track(inner.recvAnysource(tensors, tag));
+  const Call c = point_to_point(OpType::RECVANYSOURCE, "fccl:recv", tensors, -1);
+  if (tensors[0].is_cuda()) return cuda(c, tensors[0]).recvAnysource(tensors, tag);
+  if (carrier_->mode() == Carrier::Mode::kEngine) return begin_message(c, tensors[0], -1, tag);
+  if (is_plain(tensors[0])) return track(carrier_->inner().recvAnysource(tensors, tag));
   Tensors plain{writable(tensors[0])};
-  return track(c10::make_intrusive<StagedReceive>(rank_, OpType::RECVANYSOURCE,
-                                                  inner.recvAnysource(plain, tag), plain[0], tensors[0]));
+  return track(c10::make_intrusive<StagedReceive>(
+      rank_, OpType::RECVANYSOURCE, carrier_->inner().recvAnysource(plain, tag), plain[0], tensors[0]));
 }
 
 // torch asks before batch_isend_irecv: NCCL needs a batch to be one group, Gloo does not.

@@ -1,4 +1,4 @@
-// One call of a collective, as torch sees it.
+// One call, as torch sees it.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ namespace fccl::c10d_backend {
 
 class Executor;
 
-class CollectiveWork final : public ::c10d::Work {
+class CollectiveWork : public ::c10d::Work {
  public:
   // `title` is "fccl:all_reduce", with static lifetime; torch's profiler shows it with the sizes of
   // `inputs`.

@@ -21,6 +21,7 @@
 #include "cpu/environment.h"
 #include "cpu/group_state.h"
 #include "cpu/interrupt.h"
+#include "cpu/point_to_point.h"
 #include "cpu/tuning.h"
 
 namespace fccl::cpu {
@@ -37,11 +38,15 @@ class Connector {
     std::string why = why_not_shared(hellos);
     if (!why.empty()) return why;
     state_.geometry = hellos[0].geometry;
+    for (const Hello& hello : hellos) listens_at_.emplace_back(hello.socket_name);
 
     why = joint(kReady, attempt([&] {
                   join_node(hellos);
-                  state_.own = Segment::create(state_.geometry.segment_bytes());
+                  state_.own = Segment::reserve(state_.geometry.segment_bytes());
+                  state_.own.allocate(0, state_.geometry.control_bytes());
                   new (state_.own.data()) Control();
+                  for (int peer = 0; peer < ranks(); ++peer)
+                    new (state_.own.data() + state_.geometry.lane_control_offset(peer)) LaneControl();
                 }));
     if (!why.empty()) return why;
 
@@ -97,6 +102,7 @@ class Connector {
       const auto said = state_.config.store->try_get(key(step, peer));
       if (said && !is_fine(*said))
         throw Error(ErrorKind::kSystem, "rank " + std::to_string(peer) + " has trouble");
+      if (!said && is_gone(step, peer)) throw Error(ErrorKind::kPeerDied, gone_message(step, peer));
     }
   }
 
@@ -114,15 +120,26 @@ class Connector {
       }
       poll();
       if (deadline_.expired()) throw Error(ErrorKind::kTimeout, missing_message(step, peer));
-      // Asked first, looked again after: a rank may say its word and then end.
-      if (state_.config.peer_lost && state_.config.peer_lost() && !store.try_get(key(step, peer))) {
-        throw Error(ErrorKind::kPeerDied, "fccl " + state_.where() + ": " + missing_ranks(step, peer) +
-                                              " ended or destroyed the group before its first collective");
+      if (const auto now = std::chrono::steady_clock::now(); now >= next_probe_) {
+        next_probe_ = now + std::chrono::milliseconds(100);
+        if (is_gone(step, peer)) throw Error(ErrorKind::kPeerDied, gone_message(step, peer));
       }
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::microseconds(10000));
     }
     return values;
+  }
+
+  // Whether a rank that has said hello listens no more, without a word on this step. Probed first, looked
+  // for its word after: it may have said it and gone on.
+  bool is_gone(const std::string& step, int peer) {
+    return !listens_at_.empty() && peer != state_.rank() &&
+           !is_listening(listens_at_[static_cast<std::size_t>(peer)]) &&
+           !state_.config.store->try_get(key(step, peer));
+  }
+  std::string gone_message(const std::string& step, int peer) const {
+    return "fccl " + state_.where() + ": rank " + std::to_string(peer) +
+           " ended while the group was set up (step '" + step + "'); that rank's output says why";
   }
 
   std::string missing_ranks(const std::string& step, int first) {
@@ -136,8 +153,8 @@ class Connector {
 
   std::string missing_message(const std::string& step, int first) {
     return "fccl " + state_.where() + ": timed out after " + std::to_string(deadline_.span().count()) +
-           " ms in the group's first collective: " + missing_ranks(step, first) + " did not come (step '" +
-           step + "')";
+           " ms while the group was set up: " + missing_ranks(step, first) + " did not come (step '" + step +
+           "')";
   }
 
   std::vector<Hello> exchange_hellos() {
@@ -224,7 +241,6 @@ class Connector {
     }
     {
       const std::lock_guard lock(state_.failure_mutex);
-      state_.own.release_descriptor();
       state_.mapped = std::move(mapped);
       state_.segments = std::move(segments);
       state_.controls = std::move(controls);
@@ -266,7 +282,7 @@ class Connector {
         const std::string text = "rank " + std::to_string(peer) + ": " + said;
         if (given_up) {
           throw Error(ErrorKind::kPeerFailed,
-                      "fccl " + state_.where() + ": the group's first collective failed; " + text);
+                      "fccl " + state_.where() + ": the group could not be set up; " + text);
         }
         return text;
       }
@@ -281,6 +297,8 @@ class Connector {
   bool interrupted_ = false;
   bool done_[2] = {false, false};  // whether our word on kReady and kMapped is out
   std::chrono::steady_clock::time_point next_look_{};
+  std::vector<std::string> listens_at_;  // by rank, once all have said hello
+  std::chrono::steady_clock::time_point next_probe_{};
 };
 
 }  // namespace
@@ -305,7 +323,7 @@ bool Group::connect(const Deadline& deadline) {
         connector.interrupted()
             ? Error(ErrorKind::kInterrupted, "fccl " + state.where() + " was interrupted while it connected")
             : Error(ErrorKind::kSystem,
-                    "fccl " + state.where() + ": the group's first collective failed: " + caught.what());
+                    "fccl " + state.where() + ": the group could not be set up: " + caught.what());
     connector.give_up(error.what());
     state.fail(error);
     throw;
@@ -314,6 +332,7 @@ bool Group::connect(const Deadline& deadline) {
   if (state.why_not.empty()) {
     // What decides whether spinning pays is how many ranks share the machine, not how many this group has.
     state.waiter.emplace(&state.control().park, state.node->size());
+    state.point_to_point = std::make_unique<PointToPoint>(state);
     state.connected = true;
   } else {
     const std::lock_guard lock(state.failure_mutex);

@@ -10,6 +10,7 @@
 #include "cpu/environment.h"
 #include "cpu/group_state.h"
 #include "cpu/interrupt.h"
+#include "cpu/point_to_point.h"
 #include "cpu/tuning.h"
 
 namespace fccl::cpu {
@@ -52,6 +53,14 @@ Error Group::State::fail(const Error& error) noexcept {
   return error;
 }
 
+Group::State::State() = default;
+Group::State::~State() { point_to_point.reset(); }  // its thread uses the others
+
+std::optional<Error> Group::State::held_failure() const {
+  const std::lock_guard lock(failure_mutex);
+  return failure;
+}
+
 void Group::State::throw_if_failed() const {
   if (!failed.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(failure_mutex);
@@ -61,6 +70,7 @@ void Group::State::throw_if_failed() const {
 // Our words wake the peers that wait for us; the peers' words wake a thread of ours that waits for
 // them (waking needs no right to write).
 void Group::State::wake_everyone() const noexcept {
+  if (point_to_point) point_to_point->wake();
   const std::lock_guard lock(failure_mutex);  // against connect(), which fills `controls`
   for (const Control* control : controls) {
     wake_all(control->progress.arrived);
@@ -87,6 +97,10 @@ Call::Call(Group::State& state, const Description& description, const Deadline& 
   }
   if (state_.left.load()) {
     throw Error(ErrorKind::kAborted, what() + ": the group has been destroyed on this rank");
+  }
+  if (!state_.has_slots && world_size() > 1) [[unlikely]] {
+    state_.own.allocate(state_.geometry.one_shot_offset(0), state_.geometry.slot_bytes());
+    state_.has_slots = true;
   }
   settle();
   number_ = state_.sequence.load(std::memory_order_relaxed) + 1;
@@ -411,6 +425,11 @@ void Group::abort(const std::string& reason) noexcept {
 
 void Group::leave(const std::string& why) noexcept {
   State& state = *state_;
+  if (state.point_to_point && state.generation == fork_generation()) {
+    state.point_to_point->stop(
+        kSendGrace,
+        Error(ErrorKind::kAborted, "fccl " + state.where() + ": the group was destroyed here: " + why));
+  }
   if (state.left.exchange(true) || !state.connected || state.own.data() == nullptr) return;
   // In a forked child the segment is the parent's, who is still there.
   if (state.generation != fork_generation()) return;
@@ -425,6 +444,15 @@ void Group::leave(const std::string& why) noexcept {
   state.wake_everyone();
 }
 
+std::vector<int> Group::missing_ranks() const {
+  std::vector<int> missing;
+  for (std::size_t peer = 0; peer < state_->controls.size(); ++peer) {
+    if (state_->controls[peer]->progress.arrived.load(std::memory_order_acquire) < sequence_number())
+      missing.push_back(static_cast<int>(peer));
+  }
+  return missing;
+}
+
 std::optional<std::string> Group::trouble_of_a_peer() const {
   if (!state_->connected) return std::nullopt;
   for (int peer = 0; peer < world_size(); ++peer) {
@@ -435,9 +463,8 @@ std::optional<std::string> Group::trouble_of_a_peer() const {
   return std::nullopt;
 }
 
-std::optional<Error> Group::failure() const {
-  const std::lock_guard lock(state_->failure_mutex);
-  return state_->failure;
-}
+std::optional<Error> Group::failure() const { return state_->held_failure(); }
+
+PointToPoint& Group::point_to_point() const { return *state_->point_to_point; }
 
 }  // namespace fccl::cpu

@@ -52,9 +52,6 @@ struct GroupConfig {
   int world_size = 1;
   std::string name;                      // for messages: torch's group name
   std::shared_ptr<KeyValueStore> store;  // private to this incarnation of the group
-  // Whether some rank is known to have ended or left. Asked while connect() waits for the others, who cannot
-  // be watched yet; may be empty.
-  std::function<bool()> peer_lost = {};
   GroupTesting testing = {};
 };
 
@@ -64,6 +61,8 @@ struct GroupConfig {
 //
 // Errors: every member that communicates throws fccl::Error. After a sticky one (Error::is_sticky)
 // each later call throws the same error at once.
+class PointToPoint;
+
 class Group {
  public:
   explicit Group(GroupConfig config);
@@ -116,6 +115,9 @@ class Group {
   void scatter(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype, int root,
                const Deadline& deadline);
 
+  // Messages between two ranks, beside the collectives and without a number.
+  PointToPoint& point_to_point() const;
+
   // Compares descriptions and moves no data: the mismatch gate in front of delegated collectives.
   void gate(const Description& call, const Deadline& deadline);
 
@@ -135,6 +137,8 @@ class Group {
   // The sticky error, if any.
   std::optional<Error> failure() const;
 
+  // The ranks that have not come to this rank's last collective.
+  std::vector<int> missing_ranks() const;
   // What a peer says that has failed in the present collective or before it, without waiting for anybody.
   std::optional<std::string> trouble_of_a_peer() const;
 

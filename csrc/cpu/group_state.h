@@ -43,6 +43,8 @@
 
 namespace fccl::cpu {
 
+class PointToPoint;
+
 struct Group::State : std::enable_shared_from_this<Group::State> {
   GroupConfig config;
 
@@ -60,8 +62,10 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   std::vector<const Control*> controls;    // by rank, own included
   std::optional<Waiter> waiter;
   std::uint32_t generation = 0;  // fork_generation() at connect()
+  std::unique_ptr<PointToPoint> point_to_point;
 
   // ---- owned by the thread that makes the collectives ----
+  bool has_slots = false;    // whether there is memory under own slots
   std::uint64_t staged = 0;  // what own progress.staged holds
   std::uint64_t done = 0;
   std::uint64_t settled = 0;  // all ranks are known to have arrived here
@@ -82,6 +86,9 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   std::atomic<bool> failed{false};
   std::atomic<bool> left{false};
 
+  State();
+  ~State();
+
   bool arenas_usable() const { return node != nullptr && why_no_arenas.empty(); }
   int rank() const { return config.rank; }
   int world_size() const { return config.world_size; }
@@ -93,6 +100,7 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   // Fails the group unless it has failed already; returns the error that holds.
   Error fail(const Error& error) noexcept;
   void throw_if_failed() const;
+  std::optional<Error> held_failure() const;
   // What `peer` says if it has failed in collective `number` or before.
   std::optional<std::string> failure_of(int peer, std::uint64_t number) const;
   // What `peer`, which has failed or left, says of that.

@@ -72,8 +72,8 @@ std::string why_not_shared(std::span<const Hello> hellos) {
   const auto sane = [](std::uint32_t bytes) {
     return bytes >= 1024 && bytes <= (64U << 20) && bytes % kLine == 0;
   };
-  if (!sane(g.one_shot_bytes) || !sane(g.chunk_bytes) || !sane(g.piece_bytes) || g.depth < 1 ||
-      g.depth > 16 || std::uint64_t{g.piece_bytes} * hellos.size() != g.chunk_bytes) {
+  if (g.ranks != hellos.size() || !sane(g.one_shot_bytes) || !sane(g.chunk_bytes) || !sane(g.piece_bytes) ||
+      g.depth < 1 || g.depth > 16 || std::uint64_t{g.piece_bytes} * hellos.size() != g.chunk_bytes) {
     return "rank 0 asks for slots of an impossible size";
   }
   return {};

@@ -236,6 +236,14 @@ Listener::Listener() {
   if (::listen(socket_.get(), 1024) != 0) throw system_error("listening on an abstract Unix socket", errno);
 }
 
+bool is_listening(const std::string& name) {
+  const Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  socklen_t length = 0;
+  const sockaddr_un address = address_of(name, length);
+  return ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0 ||
+         errno != ECONNREFUSED;
+}
+
 std::vector<Connection> connect_mesh(const Listener& listener, const std::vector<std::string>& names,
                                      int rank, const SipKey& token, const Deadline& deadline,
                                      const std::function<void()>& check) {

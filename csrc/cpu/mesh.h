@@ -26,6 +26,9 @@ class Listener {
   Descriptor socket_;
 };
 
+// Whether somebody listens there; a listener sees a stranger that says nothing.
+bool is_listening(const std::string& name);
+
 struct Connection {
   Descriptor socket;  // non-blocking; empty for oneself
   pid_t pid = 0;      // as the kernel says; 0 if it lives in a PID namespace we cannot see

@@ -38,6 +38,12 @@ Segment::~Segment() {
 }
 
 Segment Segment::create(std::size_t size) {
+  Segment segment = reserve(size);
+  segment.allocate(0, size);
+  return segment;
+}
+
+void Segment::allocate(std::size_t offset, std::size_t size) {
   // A quarter of what is left stays for the program itself.
   const std::size_t available = available_memory();
   if (size > available / 4 * 3) {
@@ -45,24 +51,14 @@ Segment Segment::create(std::size_t size) {
                                         " KiB was asked for and only " + std::to_string(available >> 10) +
                                         " KiB of memory are available here");
   }
-  Segment segment = make(size);
   int error = 0;
   do {
-    error = ::posix_fallocate(segment.descriptor_.get(), 0, static_cast<off_t>(size));
+    error = ::posix_fallocate(descriptor_.get(), static_cast<off_t>(offset), static_cast<off_t>(size));
   } while (error == EINTR);
   if (error != 0) throw system_error("allocating " + std::to_string(size) + " bytes of shared memory", error);
-  segment.seal_and_map(size);
-  return segment;
 }
 
 Segment Segment::reserve(std::size_t size) {
-  Segment segment = make(size);
-  segment.seal_and_map(size);
-  return segment;
-}
-
-// A file of `size` bytes, all holes.
-Segment Segment::make(std::size_t size) {
   Segment segment;
   // The seal against executing is known since Linux 6.3; older kernels answer EINVAL.
   int fd = ::memfd_create("fccl", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
@@ -70,18 +66,14 @@ Segment Segment::make(std::size_t size) {
   if (fd < 0) throw system_error("memfd_create", errno);
   segment.descriptor_ = Descriptor(fd);
   if (::ftruncate(fd, static_cast<off_t>(size)) != 0) throw system_error("sizing shared memory", errno);
-  return segment;
-}
-
-void Segment::seal_and_map(std::size_t size) {
-  if (::fcntl(descriptor_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+  if (::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     throw system_error("sealing shared memory", errno);
   }
-  void* data =
-      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor_.get(), 0);
+  void* data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (data == MAP_FAILED) throw system_error("mapping shared memory", errno);
-  data_ = static_cast<std::byte*>(data);
-  size_ = size;
+  segment.data_ = static_cast<std::byte*>(data);
+  segment.size_ = size;
+  return segment;
 }
 
 Segment Segment::open(const Descriptor& descriptor, std::size_t size, Access access) {

@@ -2,8 +2,8 @@
 //
 // A memfd has no name in /dev/shm: it works in a container whose /dev/shm holds 64 MB and leaves
 // nothing behind when its processes are killed. It is sealed against shrinking, because a mapping
-// of a file that shrinks raises SIGBUS in whoever reads it, and its blocks are allocated before it is
-// shared, because a store into a hole that cannot be filled raises SIGBUS too.
+// of a file that shrinks raises SIGBUS in whoever reads it, and its blocks are allocated before anybody uses
+// them, because touching a hole that cannot be filled raises SIGBUS too.
 #pragma once
 
 #include <cstddef>
@@ -38,13 +38,15 @@ class Segment {
   Segment& operator=(Segment&& other) noexcept;
   ~Segment();
 
-  // Makes a segment of `size` bytes, zeroed, mapped for reading and writing. Throws Error (kSystem)
-  // if memory is short: the cgroup's limit and available memory are looked at first, since the
-  // kernel answers a memfd that exceeds them by killing a process, not by an error.
-  static Segment create(std::size_t size);
-
-  // As create(), but without memory: the caller puts some under each part before it uses it (arena.cpp).
+  // Makes a segment of `size` bytes, mapped for reading and writing, without memory: allocate() or the caller
+  // (arena.cpp) puts some under each part before anybody uses it. Throws Error (kSystem).
   static Segment reserve(std::size_t size);
+  // Puts memory, zeroed, under a part. Throws Error (kSystem) if memory is short: the cgroup's limit and
+  // available memory are looked at first, since the kernel answers a memfd that exceeds them by killing a
+  // process, not by an error. Needs the descriptor.
+  void allocate(std::size_t offset, std::size_t size);
+  // reserve() and allocate() of the whole.
+  static Segment create(std::size_t size);
 
   enum class Access { kRead, kReadWrite };
   // Maps a descriptor that came from another process. For reading only unless it is an arena: a peer's
@@ -54,15 +56,10 @@ class Segment {
 
   std::byte* data() const noexcept { return data_; }
   std::size_t size() const noexcept { return size_; }
-  // Valid for segments made here, until released.
+  // Valid for segments made here.
   const Descriptor& descriptor() const noexcept { return descriptor_; }
-  // Once every peer has mapped the segment its descriptor is of no more use.
-  void release_descriptor() noexcept { descriptor_.reset(); }
 
  private:
-  static Segment make(std::size_t size);
-  void seal_and_map(std::size_t size);
-
   std::byte* data_ = nullptr;
   std::size_t size_ = 0;
   Descriptor descriptor_;

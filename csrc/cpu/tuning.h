@@ -23,11 +23,17 @@ constexpr Geometry geometry_for(int world_size) {
   g.piece_bytes = piece < 4096 ? 4096 : piece;
   g.chunk_bytes = g.piece_bytes * ranks;
   g.depth = 3;  // what the pipelines need, see all_reduce.cpp
+  g.ranks = ranks;
   return g;
 }
 
 // Pieces of an all_to_all above this many bytes are copied from the sender's arena if they lie there.
 inline constexpr std::size_t kZeroCopyBytes = 16 << 10;
+
+// Messages between two ranks up to here travel with their record; the sender does not wait for them.
+inline constexpr std::size_t kEagerBytes = 16 << 10;
+// As much of a longer one is moved before other messages are looked at again.
+inline constexpr std::size_t kPullBytes = 1 << 20;
 
 // Waiting (see wait.h).
 inline constexpr auto kSpinTime = std::chrono::microseconds(100);
@@ -35,6 +41,9 @@ inline constexpr auto kYieldTime = std::chrono::microseconds(200);
 // Where ranks outnumber cores, yielding is what hands the core to the rank we wait for.
 inline constexpr auto kCrowdedYieldTime = std::chrono::microseconds(1000);
 inline constexpr auto kParkSlice = std::chrono::milliseconds(50);
+
+// How long a rank that leaves waits for its sends to be received.
+inline constexpr auto kSendGrace = std::chrono::seconds(3);
 
 // How long a rank whose call has failed waits for peers to be done with its memory.
 inline constexpr auto kGiveUpPatience = std::chrono::seconds(2);

@@ -6,7 +6,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <climits>
 
 #include "cpu/environment.h"
@@ -35,6 +37,8 @@ void futex_wait(const std::uint32_t* word, std::uint32_t expected, std::chrono::
   ::syscall(SYS_futex, word, FUTEX_WAIT, expected, &time, nullptr, 0);
 }
 
+}  // namespace
+
 void relax() noexcept {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -42,8 +46,6 @@ void relax() noexcept {
   asm volatile("yield" ::: "memory");
 #endif
 }
-
-}  // namespace
 
 void set_background_thread(bool background) noexcept { background_thread = background; }
 bool is_background_thread() noexcept { return background_thread; }
@@ -110,6 +112,52 @@ bool Waiter::park(const std::atomic<std::uint64_t>& word, std::uint64_t target) 
 
 void wake_all(const std::atomic<std::uint64_t>& word) noexcept {
   ::syscall(SYS_futex, futex_word(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+BellWatch watch(const std::atomic<std::uint64_t>& counter) noexcept {
+  return {futex_word(counter), static_cast<std::uint32_t>(counter.load(std::memory_order_acquire)), false};
+}
+
+BellWatch watch(const std::atomic<std::uint32_t>& own) noexcept {
+  return {reinterpret_cast<const std::uint32_t*>(&own), own.load(std::memory_order_acquire), true};
+}
+
+void wake_own(const std::atomic<std::uint32_t>& own) noexcept {
+  ::syscall(SYS_futex, &own, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void wait_for_any(const std::vector<BellWatch>& words, std::chrono::nanoseconds limit) noexcept {
+  // As in <linux/futex.h> of 5.16 and later; declared here so that older headers do.
+  struct Entry {
+    std::uint64_t value;
+    std::uint64_t address;
+    std::uint32_t flags;
+    std::uint32_t reserved;
+  };
+  constexpr std::uint32_t kSize32 = 2;
+  constexpr std::uint32_t kPrivate = 128;
+  constexpr std::size_t kMost = 128;
+  constexpr long kWaitv = 449;
+  static std::atomic<bool> missing{false};
+  Entry entries[kMost];
+  const std::size_t count = std::min(words.size(), kMost);
+  for (std::size_t i = 0; i < count; ++i) {
+    entries[i] = {words[i].value, reinterpret_cast<std::uintptr_t>(words[i].word),
+                  kSize32 | (words[i].own ? kPrivate : 0), 0};
+  }
+  if (words.size() > kMost) limit = std::min<std::chrono::nanoseconds>(limit, std::chrono::milliseconds(1));
+  if (!missing.load(std::memory_order_relaxed)) {
+    timespec until{};
+    ::clock_gettime(CLOCK_MONOTONIC, &until);  // an absolute time is what it wants
+    const std::int64_t nanoseconds = until.tv_nsec + limit.count();
+    until.tv_sec += nanoseconds / 1'000'000'000;
+    until.tv_nsec = nanoseconds % 1'000'000'000;
+    if (::syscall(kWaitv, entries, count, 0, &until, CLOCK_MONOTONIC) >= 0) return;
+    if (errno == ETIMEDOUT || errno == EAGAIN || errno == EINTR) return;
+    missing.store(true, std::memory_order_relaxed);  // ENOSYS, or a sandbox that does not know it
+  }
+  const timespec pause{0, static_cast<long>(std::min<std::int64_t>(limit.count(), 1'000'000))};
+  ::nanosleep(&pause, nullptr);
 }
 
 }  // namespace fccl::cpu

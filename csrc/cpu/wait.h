@@ -20,6 +20,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <vector>
 
 #include "cpu/layout.h"
 
@@ -82,5 +83,21 @@ class Waiter {
 
 // Wakes whoever sleeps on the counter.
 void wake_all(const std::atomic<std::uint64_t>& word) noexcept;
+
+// A word and the value at which to sleep on it.
+struct BellWatch {
+  const std::uint32_t* word;
+  std::uint32_t value;
+  bool own;  // of this process alone
+};
+BellWatch watch(const std::atomic<std::uint64_t>& counter) noexcept;
+BellWatch watch(const std::atomic<std::uint32_t>& own) noexcept;
+// Sleeps until one of the words has another value, somebody wakes it, or `limit` has passed; on kernels
+// before 5.16, and with more words than a call takes, looks every millisecond.
+void wait_for_any(const std::vector<BellWatch>& words, std::chrono::nanoseconds limit) noexcept;
+void wake_own(const std::atomic<std::uint32_t>& own) noexcept;
+
+// Tells the processor that this thread spins.
+void relax() noexcept;
 
 }  // namespace fccl::cpu

@@ -64,7 +64,8 @@ TEST(Geometry, SlotsDoNotOverlapAndFitForAnyNumberOfRanks) {
     const Geometry g = geometry_for(ranks);
     EXPECT_EQ(g.chunk_bytes % kLine, 0U);
     EXPECT_GE(g.chunk_bytes, g.piece_bytes * static_cast<std::uint32_t>(ranks)) << ranks;
-    EXPECT_EQ(g.one_shot_offset(0), sizeof(Control));
+    EXPECT_GE(g.lane_control_offset(0), sizeof(Control));
+    EXPECT_EQ(g.one_shot_offset(0), g.lane_control_offset(ranks - 1) + sizeof(LaneControl));
     EXPECT_EQ(g.one_shot_offset(1), g.one_shot_offset(0) + g.one_shot_bytes);
     EXPECT_EQ(g.staging_offset(0), g.one_shot_offset(1) + g.one_shot_bytes);
     for (std::uint64_t k = 1; k < g.depth; ++k) {
@@ -73,7 +74,9 @@ TEST(Geometry, SlotsDoNotOverlapAndFitForAnyNumberOfRanks) {
     }
     EXPECT_EQ(g.staging_offset(g.depth), g.staging_offset(0)) << "slots repeat after depth";
     EXPECT_EQ(g.result_offset(0), g.staging_offset(g.depth - 1) + g.chunk_bytes);
-    EXPECT_EQ(g.segment_bytes(), g.result_offset(g.depth - 1) + g.piece_bytes);
+    EXPECT_GE(g.lane_offset(0), g.result_offset(g.depth - 1) + g.piece_bytes);
+    EXPECT_EQ(g.one_shot_offset(0) + g.slot_bytes(), g.result_offset(g.depth - 1) + g.piece_bytes);
+    EXPECT_EQ(g.segment_bytes(), g.lane_offset(ranks - 1) + kLaneBytes);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common/description.h"
@@ -59,6 +60,8 @@ void expect_found_out(const std::function<void(void* said, bool is_row)>& lie, c
           require(rank == kLiar || error.kind() == kind || heard, error.what());
           message = error.what();
         }
+        // Nobody leaves before all have seen for themselves.
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
         if (rank == kLiar) {
           require(lies != 0, "it told the truth");
         } else {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -55,6 +58,47 @@ def test_a_store_without_clone(tmp_path):
     run_ranks(over_a_plain_store, 2, str(tmp_path), backend=None, timeout=40)
 
 
+def ending_while_it_is_set_up(rank, world_size, folder, step):
+    def change(key, value):
+        if rank == 1 and key.endswith(step):
+            os._exit(7)
+        return value
+
+    store = PlainStore(f"{folder}/store", world_size, change)
+    start = time.monotonic()
+    with pytest.raises(
+        dist.DistNetworkError, match=r"rank 1 ended while the group was set up.*output says why"
+    ):
+        dist.init_process_group("fccl", store=store, rank=rank, world_size=world_size)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("step", ["ready/1", "mapped/1"])
+def test_a_rank_that_ends_while_the_group_is_set_up(step, tmp_path):
+    run_ranks(ending_while_it_is_set_up, 3, str(tmp_path), step, backend=None, timeout=40, expect_exit={1: 7})
+
+
+def not_set_up_on_one_rank(rank, world_size, folder):
+    if rank == 1:
+        return
+    with pytest.raises(
+        dist.DistBackendError, match="timed out after 1000 ms while the group.*rank 1 did not come"
+    ):
+        dist.init_process_group(
+            "fccl",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=1),
+        )
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_does_not_come_to_the_set_up(tmp_path):
+    run_ranks(not_set_up_on_one_rank, 2, str(tmp_path), backend=None, timeout=40)
+
+
 def over_a_garbled_store(rank, world_size, folder, junk):
     """Rank 1's word on the set-up is not what fccl writes there."""
 
@@ -62,11 +106,11 @@ def over_a_garbled_store(rank, world_size, folder, junk):
         return junk if rank == 1 and key.endswith("ready/1") else value
 
     store = PlainStore(f"{folder}/store", world_size, change)
-    dist.init_process_group("fccl", store=store, rank=rank, world_size=world_size)
-    tensor = torch.full((1000,), float(rank + 1))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        dist.all_reduce(tensor)
+        dist.init_process_group("fccl", store=store, rank=rank, world_size=world_size)
+    tensor = torch.full((1000,), float(rank + 1))
+    dist.all_reduce(tensor)
     assert tensor.eq(3).all()
     backend = fccl.backend_of()
     assert backend.engine == "inner"

@@ -1,4 +1,4 @@
-"""The operations that fccl hands to its inner engine: right values, and inputs left as they were."""
+"""The other collectives: right values, and inputs left as they were."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed._functional_collectives as functional
 from collective_cases import lay_out
 
 WORLD_SIZES = (1, 2, 3, 4)
-# Integers that every float type holds exactly, so the inner engine's order of additions cannot show.
+# Integers that every float type holds exactly, so that no order of additions can show.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 
 
