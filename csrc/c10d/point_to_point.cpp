@@ -116,10 +116,10 @@ class CoalescedWork final : public ::c10d::Work {
 // A send or a receive on the engine. A strided tensor is sent from, or received into, memory of our own.
 class Message final : public CollectiveWork {
  public:
-  Message(int rank, OpType type, const char* title, std::shared_ptr<Carrier> carrier, at::Tensor tensor,
-          at::Tensor plain, std::chrono::milliseconds timeout)
+  Message(int rank, OpType type, const char* title, const std::shared_ptr<Carrier>& carrier,
+          at::Tensor tensor, at::Tensor plain, std::chrono::milliseconds timeout)
       : CollectiveWork(rank, type, title, {tensor}, {tensor}, nullptr),
-        carrier_(std::move(carrier)),
+        carrier_(carrier),
         tensor_(std::move(tensor)),
         plain_(std::move(plain)),
         timeout_(timeout) {}
@@ -139,20 +139,24 @@ class Message final : public CollectiveWork {
       self->end(ended);
     };
     try {
-      engine().post(request);
+      carrier_.lock()->group()->point_to_point().post(request);
     } catch (const Error& error) {
       request->at_end = nullptr;
       throw_as_torch(error);
     }
   }
 
-  bool isCompleted() override { return is_done() || (engine().test(*request_) && is_done()); }
+  bool isCompleted() override {
+    if (const auto carrier = is_done() ? nullptr : carrier_.lock())
+      carrier->group()->point_to_point().test(*request_);
+    return is_done();
+  }
   bool wait(std::chrono::milliseconds timeout) override {
-    if (!is_done()) {
+    if (const auto carrier = is_done() ? nullptr : carrier_.lock()) {
       const GilRelease unlocked;
       const auto limit = timeout > std::chrono::milliseconds::zero() ? timeout : timeout_;
       try {
-        engine().wait(*request_, Deadline::after(limit));
+        carrier->group()->point_to_point().wait(*request_, Deadline::after(limit));
       } catch (const Error& error) {
         if (!is_done()) throw_as_torch(error);
       }
@@ -166,8 +170,6 @@ class Message final : public CollectiveWork {
   }
 
  private:
-  cpu::PointToPoint& engine() const { return carrier_->group()->point_to_point(); }
-
   void end(const cpu::Request& request) noexcept {
     std::exception_ptr error;
     try {
@@ -179,7 +181,8 @@ class Message final : public CollectiveWork {
     complete(std::move(error));
   }
 
-  const std::shared_ptr<Carrier> carrier_;
+  // A work that is kept does not keep the group: what is pending ends with it.
+  const std::weak_ptr<Carrier> carrier_;
   at::Tensor tensor_;
   at::Tensor plain_;
   const std::chrono::milliseconds timeout_;
