@@ -3,6 +3,7 @@
 #   make demo     sets up .venv, builds, trains a small model through fccl and through Gloo
 #   make test     the same set-up, then all tests (SLOW=1: the slow ones too)
 #   make lint     ruff, clang-format, mypy
+#   make conformance   PyTorch's own distributed test-suite, with 2, 3 and 4 ranks
 #   make build    sets up .venv and builds
 #   make bench    a short benchmark against Gloo and memcpy
 #   make clean    removes build results; `make distclean` the virtual environment too
@@ -14,6 +15,7 @@
 #   WERROR=ON             warnings in fccl's own sources are errors (CI)
 #   JOBS=N                compile jobs, and test workers
 #   PYTEST_FLAGS=...      passed to pytest, e.g. PYTEST_FLAGS='-k all_reduce'
+#   RANKS="2 3 4"         numbers of ranks for `make conformance`
 #   DEMO_FLAGS=...        passed to `fccl demo`, e.g. DEMO_FLAGS='--steps 50'
 
 TORCH ?= torch==2.13.0
@@ -22,6 +24,7 @@ VENV ?= .venv
 WERROR ?= OFF
 JOBS ?= 2
 PYTEST_FLAGS ?=
+RANKS ?= 2 3 4
 DEMO_FLAGS ?=
 SLOW ?=
 
@@ -47,7 +50,7 @@ CONSTRAINTS := $(STAMPS)/constraints.txt
 INSTALL = PATH="$(abspath $(VENV))/bin:$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
           $(PIP) install --no-build-isolation -c $(CONSTRAINTS) --config-settings=cmake.define.FCCL_WERROR=$(WERROR)
 
-.PHONY: help build demo bench test test-cpp test-python test-wheel lint format clean distclean gtest
+.PHONY: help build demo bench test test-cpp test-python test-wheel conformance lint format clean distclean gtest
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -120,6 +123,13 @@ test-python: $(STAMPS)/installed
 # its compiled module it says what is wrong.
 test-wheel: $(STAMPS)/installed
 	PYTHON="$(PY)" JOBS=$(JOBS) WERROR=$(WERROR) tests/packaging/check_wheel
+
+# docs/conformance.md. With 3 ranks and more also the tests of subgroups, which PyTorch skips below 8.
+conformance: $(STAMPS)/installed
+	for ranks in $(RANKS); do \
+	  $(PY) tests/torch_suite/run_dist_suite.py --backend fccl --import fccl --claims gloo,mpi \
+	    $$([ $$ranks -lt 3 ] || echo --small-world) --world-size $$ranks; \
+	done
 
 # ---- style ----
 

@@ -153,7 +153,7 @@ class FcclBackend final : public ::c10d::Backend {
   WorkPtr gather_all(const Call& call, const TensorLists& outputs, const Tensors& inputs, Tensors results,
                      bool uneven);
   WorkPtr reduce_scatter_all(const Call& call, Tensors& outputs, Tensors& inputs, const ::c10d::ReduceOp& op);
-  WorkPtr exchange(const Call& call, Tensors results, Tensors outputs, Tensors inputs);
+  WorkPtr exchange(const Call& call, const Tensors& named, Tensors results, Tensors outputs, Tensors inputs);
 
   // The inner NCCL, made at the first CUDA tensor.
   ::c10d::Backend& cuda(const Call& call, const at::Tensor& tensor);

@@ -80,6 +80,8 @@ FcclBackend::WorkPtr FcclBackend::allreduce_sparse(Tensors& tensors, const ::c10
 // Names the ranks that have not come, in the words that torch has for it.
 void FcclBackend::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) {
   Call c = call(OpType::BARRIER, Collective::kBarrier, "fccl:monitored_barrier", false, opts.timeout);
+  // No time at all is what it says here.
+  if (opts.timeout == std::chrono::milliseconds::zero()) c.timeout = std::chrono::milliseconds(1);
   submit(c, {}, {}, [wait_all_ranks](Carrier& carrier, const Deadline& deadline) {
     if (carrier.mode() == Carrier::Mode::kInner) {
       ::c10d::BarrierOptions options;
@@ -91,7 +93,10 @@ void FcclBackend::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait
       carrier.barrier(deadline);
     } catch (const Error& error) {
       if (!error.is_sticky()) throw;
-      throw Error(error.kind(), who_failed(carrier, deadline, wait_all_ranks) + error.what());
+      std::string text = who_failed(carrier, deadline, wait_all_ranks);
+      if (error.kind() == ErrorKind::kTimeout)
+        text += "Rank " + std::to_string(carrier.rank()) + " timed out in monitoredBarrier. ";
+      throw Error(error.kind(), text + error.what());
     }
   });
 }

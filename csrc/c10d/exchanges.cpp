@@ -127,9 +127,11 @@ FcclBackend::WorkPtr FcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
   });
 }
 
-// outputs[r] receives what rank r sends here; inputs[r] goes to rank r.
-FcclBackend::WorkPtr FcclBackend::exchange(const Call& c, Tensors results, Tensors outputs, Tensors inputs) {
-  return submit(c, inputs, std::move(results), [outputs, inputs](Carrier& carrier, const Deadline& deadline) {
+// outputs[r] receives what rank r sends here; inputs[r] goes to rank r. The profiler sees `named`, the caller
+// gets `results`.
+FcclBackend::WorkPtr FcclBackend::exchange(const Call& c, const Tensors& named, Tensors results,
+                                           Tensors outputs, Tensors inputs) {
+  return submit(c, named, std::move(results), [outputs, inputs](Carrier& carrier, const Deadline& deadline) {
     const std::vector<at::Tensor> from = all_readable(inputs);
     const std::vector<at::Tensor> to = targets(outputs, from, static_cast<std::size_t>(carrier.rank()));
     std::vector<std::size_t> sends;
@@ -184,7 +186,7 @@ FcclBackend::WorkPtr FcclBackend::alltoall_base(at::Tensor& output, at::Tensor& 
   Tensors outputs = pieces(output, even_out, "output");
   check_written(c, output, "output");
   check_same_type(c, output, input, "output");
-  return exchange(c, {output}, std::move(outputs), std::move(inputs));
+  return exchange(c, {input}, {output}, std::move(outputs), std::move(inputs));
 }
 
 FcclBackend::WorkPtr FcclBackend::alltoall(Tensors& outputs, Tensors& inputs,
@@ -200,7 +202,7 @@ FcclBackend::WorkPtr FcclBackend::alltoall(Tensors& outputs, Tensors& inputs,
     check_same_type(c, inputs[r], inputs[0], "input");
     check_same_type(c, outputs[r], inputs[0], "output");
   }
-  return exchange(c, outputs, outputs, inputs);
+  return exchange(c, inputs, outputs, outputs, inputs);
 }
 
 }  // namespace fccl::c10d_backend

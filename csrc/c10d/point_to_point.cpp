@@ -259,7 +259,7 @@ FcclBackend::WorkPtr FcclBackend::recv(Tensors& tensors, int source, int tag) {
 }
 
 FcclBackend::WorkPtr FcclBackend::recvAnysource(Tensors& tensors, int tag) {
-  const Call c = point_to_point(OpType::RECVANYSOURCE, "fccl:recv", tensors, -1);
+  const Call c = point_to_point(OpType::RECVANYSOURCE, "fccl:recvAnySource", tensors, -1);
   if (tensors[0].is_cuda()) return cuda(c, tensors[0]).recvAnysource(tensors, tag);
   if (carrier_->mode() == Carrier::Mode::kEngine) return begin_message(c, tensors[0], -1, tag);
   if (is_plain(tensors[0])) return track(carrier_->inner().recvAnysource(tensors, tag));

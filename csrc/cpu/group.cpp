@@ -340,7 +340,7 @@ void Call::check(const std::atomic<std::uint64_t>& word, std::uint64_t target) {
   if (deadline_.expired() && !reached()) {
     throw Error(ErrorKind::kTimeout, what() + ": timed out after " +
                                          std::to_string(deadline_.span().count()) +
-                                         " ms: " + who_is_missing());
+                                         " ms, the timeout of this call: " + who_is_missing());
   }
 }
 

@@ -24,7 +24,7 @@ from fccl.bench.config import BenchConfig, SizeOutcome, SizePlan
 from fccl.bench.pattern import PERIOD, REDUCE_OPS, Pattern, check_op, count_wrong, fill
 from fccl.bench.report import make_rows
 from fccl.bench.runner import combine
-from fccl.bench.yardstick import bind_copy, check_copy
+from fccl.bench.yardstick import bind_yardstick, check_yardstick
 
 # ---- sizes ----
 
@@ -154,7 +154,18 @@ def test_meaningless_reductions_are_refused(dtype: str, op: str, words: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("op", "two", "four"), [("all_reduce", 1.0, 1.5), ("all_gather", 0.5, 0.75), ("broadcast", 1.0, 1.0)]
+    ("op", "two", "four"),
+    [
+        ("all_reduce", 1.0, 1.5),
+        ("all_gather", 0.5, 0.75),
+        ("reduce_scatter", 0.5, 0.75),
+        ("all_to_all", 0.5, 0.75),
+        ("gather", 0.5, 0.75),
+        ("scatter", 0.5, 0.75),
+        ("broadcast", 1.0, 1.0),
+        ("reduce", 1.0, 1.0),
+        ("send_recv", 1.0, 1.0),
+    ],
 )
 def test_busbw_factors_of_nccl_tests(op: str, two: float, four: float) -> None:
     assert (CASES[op].busbw_factor(2), CASES[op].busbw_factor(4)) == (two, four)
@@ -194,13 +205,19 @@ def test_working_set_tensors_do_not_overlap() -> None:
     assert [len(tensor) for tensor in working_set.buffers[0].message] == [5000]
 
 
-@pytest.mark.parametrize("layout", [Layout((999,), (0,)), Layout((3, 5, 7), (1, 2))])
-def test_memcpy_copies_the_message(layout: Layout) -> None:
-    first, second = WorkingSet(layout, torch.float32, 2).buffers
-    pattern = Pattern("float32", 2)
-    assert check_copy(pattern, first, second, 4, bind_copy(first, second)) == 0
-    elements = sum(layout.tensors[index] for index in layout.message)
-    assert check_copy(pattern, first, second, 4, lambda: None) == elements
+@pytest.mark.parametrize(
+    ("layout", "elements"),
+    [(Layout((999,), (0,)), 999), (Layout((3, 6, 9), (1, 2)), 15), (Layout((9, 999), (1,), 600), 600)],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_yardsticks_move_the_message(layout: Layout, elements: int, dtype: str) -> None:
+    first, second = WorkingSet(layout, getattr(torch, dtype), 2).buffers
+    pattern = Pattern(dtype, 2)
+    for name, moved in (("memcpy", elements), ("add", elements * 2 // 3)):
+        assert check_yardstick(name, pattern, first, second, 4, bind_yardstick(name, first, second)) == 0
+        wrong = check_yardstick(name, pattern, first, second, 4, lambda: None)
+        # Zeros, and for bool ones, are right here and there.
+        assert wrong == moved if (name, dtype) == ("memcpy", "float32") else moved // 3 <= wrong <= moved
 
 
 def _boards(ranks: int, timeout: float) -> list[Board]:
@@ -308,7 +325,10 @@ def test_rows() -> None:
         (["all_reduce", "--dtype", "float16", "--op", "band"], "band works on the bits"),
         (["all_reduce", "--op", "median"], "unknown reduce operation 'median'.*sum, avg"),
         (["all_reduce", "--begin", "1M", "--end", "1K"], "is above --end"),
-        (["all_reduce", "--form", "list"], "--form is for all_gather"),
+        (["all_reduce", "--form", "list"], "--form: all_reduce has one form only"),
+        (["all_gather", "--form", "ring"], "--form: all_gather has the forms tensor or list"),
+        (["send_recv", "--ranks", "1"], "--ranks must be at least 2"),
+        (["send_recv", "--form", "pingpong", "--mode", "async"], "pingpong is synchronous"),
         (["all_gather", "--end", "16"], "needs at least 32"),
         (["broadcast", "--root", "2"], "--root must be a rank, 0 to 1"),
         (["all_reduce", "--iters", "0"], "--iters must be at least 1"),

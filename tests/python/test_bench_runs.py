@@ -51,6 +51,22 @@ def _bench(*arguments: str, timeout: float = 90, env: dict[str, str] | None = No
         (["all_gather", "--begin", "1000", "--end", "100K", "--factor", "64"], "sync:tensor", [992, 64000]),
         (["all_gather", "--form", "list", "--begin", "4K", "--end", "4K"], "sync:list", [4096]),
         (["broadcast", "--root", "1", "--begin", "4", "--end", "64K", "--factor", "1024"], "sync", [4, 4096]),
+        (
+            ["reduce", "--root", "1", "--begin", "4", "--end", "256K", "--factor", "65536"],
+            "sync",
+            [4, 1 << 18],
+        ),
+        (["reduce_scatter", "--begin", "1K", "--end", "256K", "--factor", "256"], "sync", [1024, 1 << 18]),
+        (["all_to_all", "--begin", "1K", "--end", "256K", "--factor", "256"], "sync", [1024, 1 << 18]),
+        (
+            ["gather", "--root", "1", "--begin", "1K", "--end", "256K", "--factor", "256"],
+            "sync",
+            [1024, 1 << 18],
+        ),
+        (["scatter", "--begin", "1K", "--end", "256K", "--factor", "256"], "sync", [1024, 1 << 18]),
+        (["send_recv", "--begin", "4", "--end", "256K", "--factor", "65536"], "sync:ring", [4, 1 << 18]),
+        (["send_recv", "--begin", "1K", "--end", "1K", "--mode", "async"], "async:ring", [1024]),
+        (["send_recv", "--form", "pingpong", "--begin", "1K", "--end", "1K"], "sync:pingpong", [1024]),
         (["barrier"], "sync", [0]),
     ],
 )
@@ -91,6 +107,16 @@ def test_more_ranks_than_cores_and_json_on_standard_output() -> None:
     assert "busbw" in err and "# all results right" in err
 
 
+def test_in_the_arena_and_beside_an_add() -> None:
+    code, out, err = _bench(
+        "all_reduce", "--arena", "--compare", "gloo,memcpy,add", "--begin", "1M", "--end", "1M", "--iters", "5",
+        "--json", "-",
+    )  # fmt: skip
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    assert [row["backend"] for row in rows] == ["fccl", "fccl-arena", "gloo", "memcpy", "add"]
+
+
 def test_one_rank() -> None:
     code, out, err = _bench("all_gather", "--ranks", "1", "--end", "4K", "--iters", "3", "--json", "-")
     assert code == 0, err
@@ -100,7 +126,18 @@ def test_one_rank() -> None:
 
 @pytest.mark.parametrize(
     ("op", "backend"),
-    [("all_reduce", "fccl"), ("all_gather", "gloo"), ("broadcast", "memcpy"), ("barrier", "fccl")],
+    [
+        ("all_reduce", "fccl"),
+        ("all_gather", "gloo"),
+        ("broadcast", "memcpy"),
+        ("reduce", "fccl"),
+        ("reduce_scatter", "fccl"),
+        ("all_to_all", "fccl"),
+        ("gather", "fccl"),
+        ("scatter", "fccl"),
+        ("send_recv", "gloo"),
+        ("barrier", "fccl"),
+    ],
 )
 def test_a_wrong_result_is_found(op: str, backend: str) -> None:
     """The negative control: one damaged element per call, and only of this backend, is counted."""

@@ -36,19 +36,25 @@ class Layout:
 
     Attributes:
         tensors: Number of elements of each tensor.
-        message: Indices of the tensors that together are the message, in the sense of the benchmark's "size".
+        message: Indices of the tensors that a yardstick moves for comparison: the message, or what a rank must
+            receive of it.
+        elements: If not None, only so many elements of the one message tensor.
+        result: Index of a tensor that the call writes; None for the first of the message.
     """
 
     tensors: tuple[int, ...]
     message: tuple[int, ...]
+    elements: int | None = None
+    result: int | None = None
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """The tensors of one call in memory: 1-D, contiguous. `message` lists those that make up the message."""
+    """The tensors of one call in memory: 1-D, contiguous; `message` and `result` as `Layout` says."""
 
     tensors: list[torch.Tensor]
     message: list[torch.Tensor]
+    result: torch.Tensor | None
 
 
 def _span(elements: int, item_size: int) -> int:
@@ -130,7 +136,9 @@ class WorkingSet:
                 whole = memory[offset : offset + max(1, elements) * dtype.itemsize].view(dtype)
                 tensors.append(whole[:elements])
                 offset += span
-            self.buffers.append(Buffer(tensors, [tensors[index] for index in layout.message]))
+            message = [tensors[index][: layout.elements] for index in layout.message]
+            written = layout.result if layout.result is not None else next(iter(layout.message), None)
+            self.buffers.append(Buffer(tensors, message, None if written is None else tensors[written]))
 
 
 def _private_memory(size: int, huge_pages: bool) -> torch.Tensor:

@@ -16,7 +16,7 @@ from fccl.bench.sizes import ITEM_SIZE, format_size, parse_dtype, parse_size
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Measures a collective on this machine, in processes of its own, and compares backends.
+Measures a collective, or messages, on this machine, in processes of its own, and compares backends.
 
 All backends are measured in the same processes and take turns every few iterations, in an
 order that is shuffled anew each time, so that whatever else the machine does hits all of them alike.
@@ -25,24 +25,27 @@ Every rank has one thread.
 
 _EPILOG = """\
 what the columns mean (they follow nccl-tests, doc/PERFORMANCE.md)
-  size     bytes: all_reduce and broadcast: the tensor; all_gather: the output, that is, all ranks'
-           shares. K, M and G are powers of 1024. Rounded down to whole elements, for all_gather to
-           16 bytes on each rank.
-  count    elements of the tensor; for all_gather those that each rank gives
+  size     bytes: all_reduce, reduce and broadcast: the tensor; send_recv: a message; the others: the
+           pieces of all ranks together. K, M and G are powers of 1024. Rounded down to whole
+           elements, for pieces to 16 bytes each.
+  count    elements of the tensor, or of one piece
   time     median over the iterations, in microseconds; an iteration takes as long as its slowest
            rank
   min      the fastest iteration
   algbw    size / time, in GB/s (10^9 bytes)
-  busbw    algbw times 2(n-1)/n for all_reduce, (n-1)/n for all_gather, 1 for broadcast (n ranks):
-           what each rank's link would have to carry, which can be compared across numbers of ranks
+  busbw    algbw times 2(n-1)/n for all_reduce, (n-1)/n for what has pieces, 1 for the others (n
+           ranks): what each rank's link would have to carry, which can be compared across numbers
+           of ranks
   #wrong   wrong elements on all ranks. Inputs are whole numbers whose sums are exact in the dtype, so
            the tolerance is zero. Every buffer is checked whole before and after the timed iterations
            (--check every: in each of them too). For barrier: ranks that left before another had
            entered.
   ratio    time / time of the first backend: "gloo 5 x" means that Gloo takes five times as long
 
-memcpy is the physical yardstick: the time in which every rank copies the message once with the C
-library's memcpy, over the same working set and all ranks at the same moment.
+memcpy and add are physical yardsticks, over the same working set and on all ranks at the same moment.
+memcpy: every rank copies the message once with the C library's memcpy; of what has pieces, those that a
+rank must receive from others. add: an in-place add of two thirds of that, which makes as much traffic as
+an all_reduce that copies nothing.
 
 the working set
   Each call takes the next buffer of a rotation; a single buffer would measure the cache. Messages
@@ -56,6 +59,8 @@ examples
   fccl bench all_reduce --ranks 4 --begin 1K --end 16M --factor 16 --dtype bfloat16
   fccl bench all_gather --form list --begin 64M --json all_gather.json
   fccl bench barrier --ranks 2
+  fccl bench send_recv --form pingpong --end 1M
+  fccl bench all_reduce --arena --compare gloo,memcpy,add --begin 1M
   fccl bench all_reduce --compare gloo --json - > result.json
 
 exit status
@@ -107,9 +112,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument(
         "--op", dest="redop", default="sum", help="sum, avg, prod, min, max, band, bor, bxor (default sum)"
     )
-    what.add_argument("--root", type=int, default=0, help="root of a broadcast (default 0)")
     what.add_argument(
-        "--form", choices=("tensor", "list"), help="all_gather into one tensor (default) or into a list"
+        "--root", type=int, default=0, help="root of broadcast, reduce, gather and scatter (default 0)"
+    )
+    what.add_argument(
+        "--form",
+        choices=("tensor", "list", "ring", "pingpong"),
+        help="all_gather: into one tensor (default) or into a list; send_recv: ring, each rank to the next "
+        "(default), or pingpong, from rank 0 to rank 1 and back",
     )
     what.add_argument(
         "--mode",
@@ -124,7 +134,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--compare",
         default="gloo,memcpy",
         metavar="NAMES",
-        help="what to compare it with: torch backends and memcpy, separated by commas; '' for nothing "
+        help="what to compare it with: torch backends, memcpy and add, separated by commas; '' for nothing "
         "(default gloo,memcpy)",
     )
     what.add_argument(

@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ARENA", "MEMCPY", "BenchConfig", "Row", "SizePlan"]
+__all__ = ["ADD", "ARENA", "MEMCPY", "YARDSTICKS", "BenchConfig", "Row", "SizePlan"]
 
-#: The yardstick's name among the backends.
-MEMCPY = "memcpy"
+#: The yardsticks' names among the backends.
+MEMCPY, ADD = "memcpy", "add"
+YARDSTICKS = (MEMCPY, ADD)
 #: fccl on tensors in memory that the ranks share (`fccl.empty`), beside fccl on ordinary ones.
 ARENA = "fccl-arena"
 
@@ -105,7 +106,7 @@ class Row:
         median_us: Median over the iterations of the slowest rank's time, in microseconds.
         min_us: Minimum of the same.
         algbw_gbps: bytes / median, in 10^9 bytes per second.
-        busbw_gbps: algbw times the operation's factor; for memcpy equal to algbw.
+        busbw_gbps: algbw times the operation's factor; for yardsticks equal to algbw.
         wrong: Wrong elements found on all ranks in all checked calls.
     """
 

@@ -9,13 +9,24 @@ from typing import Any
 
 from fccl import _machine
 from fccl._version import __version__
-from fccl.bench.config import ARENA, MEMCPY, BenchConfig, SizePlan
+from fccl.bench.config import ARENA, YARDSTICKS, BenchConfig, SizePlan
 from fccl.bench.sizes import ITEM_SIZE, sweep
 
 __all__ = ["OPERATIONS", "make_config", "make_meta"]
 
 #: Names of the operations, the keys of `fccl.bench.cases.CASES` (which needs torch, and this does not).
-OPERATIONS = ("all_reduce", "all_gather", "broadcast", "barrier")
+OPERATIONS = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "send_recv",
+    "barrier",
+)
 
 # Where the kernel does not tell the size of the last-level cache.
 _ASSUMED_CACHE = 32 << 20
@@ -38,9 +49,9 @@ def _backends(args: argparse.Namespace) -> list[str]:
         raise ValueError(f"--backend: unknown backend {args.backend!r}; here there are {', '.join(known)}")
     names = [args.backend]
     for name in filter(None, (part.strip() for part in args.compare.split(","))):
-        if name not in [*known, MEMCPY]:
+        if name not in [*known, *YARDSTICKS]:
             raise ValueError(
-                f"--compare: unknown backend {name!r}; here there are {', '.join([*known, MEMCPY])}"
+                f"--compare: unknown backend {name!r}; here there are {', '.join([*known, *YARDSTICKS])}"
             )
         if name not in names:
             names.append(name)
@@ -57,21 +68,29 @@ def make_config(args: argparse.Namespace, notes: list[str]) -> BenchConfig:
         ValueError: the run cannot be done as asked; the message is for people.
     """
     from fccl.bench.buffers import planned_buffers
+    from fccl.bench.case import SharedCase
     from fccl.bench.cases import CASES
     from fccl.bench.pattern import check_op
 
     case = CASES[args.op]
     backends = _backends(args)
-    if args.ranks < 1:
-        raise ValueError(f"--ranks must be at least 1, not {args.ranks}")
+    if args.ranks < case.least_ranks:
+        raise ValueError(f"--ranks must be at least {case.least_ranks}, not {args.ranks}")
     if not 0 <= args.root < args.ranks:
         raise ValueError(f"--root must be a rank, 0 to {args.ranks - 1}, not {args.root}")
     if args.iters is not None and args.iters < 1:
         raise ValueError(f"--iters must be at least 1, not {args.iters}")
     if args.warmup < 0 or args.min_time < 0 or args.timeout <= 0:
         raise ValueError("--warmup and --min-time must not be negative, and --timeout must be positive")
-    if args.form is not None and args.form not in case.forms:
-        raise ValueError(f"--form is for all_gather; {args.op} has one form only")
+    form = args.form or case.forms[0]
+    if form not in case.forms:
+        forms = " or ".join(case.forms) if len(case.forms) > 1 else ""
+        raise ValueError(
+            f"--form: {args.op} has "
+            + (f"the forms {forms}" if forms else "one form only, which has no name")
+        )
+    if args.mode == "async" and form == "pingpong":
+        raise ValueError("--form pingpong is synchronous: one message must be there before the next is sent")
     if args.corrupt is not None and args.corrupt not in backends:
         raise ValueError(
             f"--corrupt: {args.corrupt!r} is not among the measured backends ({', '.join(backends)})"
@@ -81,12 +100,12 @@ def make_config(args: argparse.Namespace, notes: list[str]) -> BenchConfig:
     if not case.moves_data and ARENA in backends:
         backends.remove(ARENA)
         notes.append(f"{args.op} moves no data: --arena makes no difference")
-    if not case.moves_data and MEMCPY in backends:
-        backends.remove(MEMCPY)
-        notes.append(f"{args.op} moves no data: there is nothing for memcpy to copy")
+    for name in YARDSTICKS:
+        if not case.moves_data and name in backends:
+            backends.remove(name)
+            notes.append(f"{args.op} moves no data: there is nothing to compare with {name}")
 
     item_size = ITEM_SIZE[args.dtype]
-    form = args.form or case.forms[0]
     plans: list[SizePlan] = []
     if not case.moves_data:
         plans.append(SizePlan(0, 0, 1, 0))
@@ -114,7 +133,7 @@ def make_config(args: argparse.Namespace, notes: list[str]) -> BenchConfig:
             plans.append(SizePlan(size, count, buffers, buffers * per_call * args.ranks))
         if skipped:
             least = case.size_for(
-                max(1, 16 // item_size) if args.op == "all_gather" else 1, item_size, args.ranks
+                max(1, 16 // item_size) if issubclass(case, SharedCase) else 1, item_size, args.ranks
             )
             notes.append(
                 f"left out {', '.join(skipped)} bytes: {args.op} of {args.dtype} on {args.ranks} ranks "

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import IO, Any
 
-from fccl.bench.config import MEMCPY, BenchConfig, Row, SizeOutcome, SizePlan
+from fccl.bench.config import YARDSTICKS, BenchConfig, Row, SizeOutcome, SizePlan
 
 __all__ = ["Table", "make_rows", "write_json"]
 
@@ -33,7 +33,7 @@ def make_rows(config: BenchConfig, plan: SizePlan, outcome: SizeOutcome, busbw_f
                 median_us=round(median, 3),
                 min_us=round(min(outcome.times[name]) / 1000, 3),
                 algbw_gbps=round(algbw, 4),
-                busbw_gbps=round(algbw if name == MEMCPY else algbw * busbw_factor, 4),
+                busbw_gbps=round(algbw if name in YARDSTICKS else algbw * busbw_factor, 4),
                 wrong=outcome.wrong[name],
             )
         )

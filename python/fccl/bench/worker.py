@@ -28,9 +28,10 @@ import torch.distributed as dist
 
 from fccl.bench.board import Board, BoardStopped
 from fccl.bench.buffers import WorkingSet
-from fccl.bench.cases import CASES, Case
-from fccl.bench.config import ARENA, MEMCPY, BenchConfig, SizePlan
-from fccl.bench.yardstick import bind_copy, check_copy
+from fccl.bench.case import Case
+from fccl.bench.cases import CASES
+from fccl.bench.config import ARENA, YARDSTICKS, BenchConfig, SizePlan
+from fccl.bench.yardstick import bind_yardstick, check_yardstick
 
 # Backends take turns after this many timed calls of a short message, the first of which follows one that is
 # not timed: Gloo's threads go on for a while after its call has returned, and would slow down whoever is
@@ -64,7 +65,7 @@ class _Rank:
         """The first torch backend carries the default group, the others one more group each."""
         timeout = datetime.timedelta(seconds=self.config.timeout)
         for name in self.config.backends:
-            if name == MEMCPY:
+            if name in YARDSTICKS:
                 continue
             self.phase = f"making the process group of {name}"
             backend = "fccl" if name == ARENA else name
@@ -88,19 +89,21 @@ class _Rank:
         """One ready call per buffer of the rotation."""
         buffers = working_set.buffers
         calls: list[Callable[[], Any]]
-        if name == MEMCPY:
-            calls = [bind_copy(source, buffers[(i + 1) % len(buffers)]) for i, source in enumerate(buffers)]
-            messages = [buffers[(i + 1) % len(buffers)].message for i in range(len(buffers))]
+        if name in YARDSTICKS:
+            # From each buffer to the next.
+            targets = buffers[1:] + buffers[:1]
+            calls = [bind_yardstick(name, *pair) for pair in zip(buffers, targets, strict=True)]
+            results = [buffer.message[0] if buffer.message else None for buffer in targets]
         else:
             group, is_async = self.groups[name], self.config.mode == "async"
             calls = [self.case.bind(buffer, group, is_async) for buffer in buffers]
-            messages = [buffer.message for buffer in buffers]
+            results = [buffer.result for buffer in buffers]
             if is_async:
                 calls = [functools.partial(_call_and_wait, call) for call in calls]
         if self.config.corrupt == name:
             calls = [
-                functools.partial(_damage, call, message, self.rank == self.config.ranks - 1)
-                for call, message in zip(calls, messages, strict=True)
+                functools.partial(_damage, call, result, self.rank == self.case.damaged_rank)
+                for call, result in zip(calls, results, strict=True)
             ]
         return calls
 
@@ -108,9 +111,9 @@ class _Rank:
         """Fills buffer `index`, makes the call, and returns the number of wrong elements."""
         self.salt += 1
         buffer = working_set.buffers[index]
-        if name == MEMCPY:
+        if name in YARDSTICKS:
             target = working_set.buffers[(index + 1) % len(working_set.buffers)]
-            return check_copy(self.case.pattern, buffer, target, self.salt, call)
+            return check_yardstick(name, self.case.pattern, buffer, target, self.salt, call)
         self.case.prepare(buffer, self.salt)
         call()
         return self.case.count_wrong(buffer, self.salt)
@@ -137,7 +140,7 @@ class _Rank:
             for name, ready in calls.items():
                 self.board.align()
                 ready[turn % len(ready)]()
-                turn += 2 if name == MEMCPY else 1
+                turn += 2 if name in YARDSTICKS else 1
         if self.config.iterations is not None:
             return self.board.share(self.config.iterations)
         each = (time.perf_counter() - start) / max(1, self.config.warmup)
@@ -192,9 +195,9 @@ class _Rank:
             for name in order:
                 self.phase = name
                 ready = calls[name]
-                # memcpy uses two buffers of the rotation; every call finds buffers that were used equally
+                # A yardstick uses two buffers of the rotation; every call finds buffers that were used equally
                 # long ago.
-                step = 2 if name == MEMCPY else 1
+                step = 2 if name in YARDSTICKS else 1
                 if settle:
                     align()
                     ready[turn % plan.buffers]()
@@ -246,13 +249,13 @@ def _call_and_wait(call: Callable[[], Any]) -> None:
     call().wait()
 
 
-def _damage(call: Callable[[], Any], message: list[torch.Tensor], here: bool) -> None:
+def _damage(call: Callable[[], Any], result: torch.Tensor | None, here: bool) -> None:
     """The negative control: changes one element of one rank's result; leaves a barrier out."""
-    if not message:
+    if result is None:
         return
     call()
     if here:
-        element = message[0][-1:]
+        element = result[-1:]
         element.copy_(element * float("nan") if element.dtype.is_floating_point else element.bitwise_not())
 
 
