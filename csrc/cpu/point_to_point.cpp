@@ -1,5 +1,6 @@
 #include "cpu/point_to_point.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 
@@ -27,6 +28,7 @@ PointToPoint::~PointToPoint() {
   if (!worker_.joinable()) return;
   if (state_.generation != fork_generation()) {  // the parent's thread
     new std::thread(std::move(worker_));
+    (void)busy_.release();
     return;
   }
   stop({}, Error(ErrorKind::kAborted, "fccl " + state_.where() + ": the group was freed"));
@@ -51,7 +53,7 @@ void PointToPoint::post(const RequestPtr& request) {
     if (!worker_runs_) start_worker();
     rests = worker_rests_.load();
   }
-  if (rests) busy_.notify_one();
+  if (rests) busy_->notify_one();
   if (sleeping_.load() != 0) wake();
 }
 
@@ -89,12 +91,17 @@ bool PointToPoint::progress() {
 
 class PointToPoint::Waiting {
  public:
-  explicit Waiting(PointToPoint& p2p) : p2p_(p2p) { ++p2p_.waiting_; }
+  explicit Waiting(PointToPoint& p2p) : p2p_(p2p) {
+    ++p2p_.waiting_;
+    ++p2p_.turns_;
+    if (p2p_.worker_works_.load()) p2p_.wake();  // so that it makes room
+  }
   ~Waiting() {
+    ++p2p_.turns_;
     // One of the two stores, this and worker_rests_, is seen by the other side.
     if (--p2p_.waiting_ != 0 || !p2p_.worker_rests_.load()) return;
     const std::lock_guard lock(p2p_.mutex_);
-    p2p_.busy_.notify_one();
+    p2p_.busy_->notify_one();
   }
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
@@ -112,6 +119,7 @@ void PointToPoint::wait(Request& request, const Deadline& deadline) {
   if (!request.done()) {
     const Waiting waiting(*this);
     const WaitPolicy& policy = state_.waiter->policy(is_background_thread(), Expect::kProgress);
+    unsigned spins = 0;
     Clock::time_point quiet_since = Clock::now();
     Clock::time_point next_look = quiet_since + kParkSlice;
     while (!request.done()) {
@@ -127,7 +135,7 @@ void PointToPoint::wait(Request& request, const Deadline& deadline) {
       if (moved) {
         quiet_since = now;
       } else if (now - quiet_since < policy.spin) {
-        relax();
+        spin(spins += 4);  // a turn of progress takes longer than one of a loop
       } else if (now - quiet_since < policy.spin + policy.yield) {
         ::sched_yield();
       } else {
@@ -242,20 +250,24 @@ void PointToPoint::start_worker() {
 
 void PointToPoint::work() {
   set_background_thread(true);
+  ::pthread_setname_np(::pthread_self(), "fccl_messages");
   int quiet = 0;
+  std::uint64_t turns = 0;
   Clock::time_point next_look = Clock::now() + kParkSlice;
   while (!stopping_.load()) {
     bool idle = false;
     {
       std::unique_lock lock(mutex_);
-      idle = !matcher_.is_busy() || waiting_.load() != 0;
+      idle = !matcher_.is_busy() || waiting_.load() != 0 || turns != turns_.load();
+      turns = turns_.load();
+      worker_works_.store(!idle);
       if (idle) {
         if (quiet < kQuietTicks) {
           ++quiet;
-          busy_.wait_for(lock, kTick);
+          busy_->wait_for(lock, kTick);
         } else {
           worker_rests_.store(true);
-          busy_.wait(lock, [&] { return stopping_.load() || (matcher_.is_busy() && waiting_.load() == 0); });
+          busy_->wait(lock, [&] { return stopping_.load() || (matcher_.is_busy() && waiting_.load() == 0); });
           worker_rests_.store(false);
           quiet = 0;
         }
@@ -290,7 +302,7 @@ void PointToPoint::stop(std::chrono::milliseconds grace, const Error& why) noexc
       end_all(lock);
       stopping_.store(true);
     }
-    busy_.notify_all();
+    busy_->notify_all();
     wake();
     if (worker_.joinable()) worker_.join();
   } catch (...) {

@@ -1,9 +1,10 @@
 // send and receive between two ranks of a group: posting, waiting and progress.
 //
 // A matcher (matcher.h) does the work whenever somebody calls it: the thread that waits for a request, or,
-// while nobody waits, a thread of our own, so that what was begun goes on while the program computes. It is
-// started by the first request that is not done at once, looks once a millisecond while there is traffic, and
-// sleeps for good when there is none.
+// when nobody has waited for a millisecond, a thread of our own, so that what was begun goes on while the
+// program computes. It is started by the first request that is not done at once, looks once a millisecond
+// while there is traffic, and sleeps for good when there is none. It keeps out of the way of those that wait:
+// two threads on one rank's core would take it from each other at every step.
 //
 // Sleeping: a thread tells the peers concerned that it sleeps, notes their bells, makes progress once more,
 // and sleeps until one of the bells has changed (futex_waitv): wait.h has the reasoning. A word of our own is
@@ -15,6 +16,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -65,11 +67,15 @@ class PointToPoint {
   bool stopped_ = false;
 
   std::atomic<int> waiting_{0};             // threads in wait()
+  std::atomic<std::uint64_t> turns_{0};     // grows whenever one comes or goes
   std::atomic<int> sleeping_{0};            // threads in a futex
   std::atomic<std::uint32_t> own_bell_{0};  // what wakes them from inside this process
   std::atomic<bool> stopping_{false};
-  std::condition_variable busy_;  // wakes the worker from its long sleep
+  // Wakes the worker from its long sleep. A pointer, so that a forked child can leave it alone: destroying it
+  // waits for those that wait for it, and the worker is the parent's.
+  std::unique_ptr<std::condition_variable> busy_ = std::make_unique<std::condition_variable>();
   std::atomic<bool> worker_rests_{false};
+  std::atomic<bool> worker_works_{false};
   bool worker_runs_ = false;
   std::thread worker_;
 };

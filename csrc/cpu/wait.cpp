@@ -39,7 +39,11 @@ void futex_wait(const std::uint32_t* word, std::uint32_t expected, std::chrono::
 
 }  // namespace
 
-void relax() noexcept {
+void spin(unsigned n) noexcept {
+  if (n % 64 == 0) {
+    ::sched_yield();
+    return;
+  }
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -77,9 +81,9 @@ void Waiter::slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, 
 
   const Clock::time_point spin_end = start + policy.spin;
   while (policy.spin.count() > 0) {
-    for (int i = 0; i < 64; ++i) {
+    for (unsigned i = 1; i <= 256; ++i) {
       if (word.load(std::memory_order_acquire) >= target) return;
-      relax();
+      spin(i);
     }
     if (Clock::now() >= spin_end) break;
   }

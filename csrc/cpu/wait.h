@@ -97,7 +97,8 @@ BellWatch watch(const std::atomic<std::uint32_t>& own) noexcept;
 void wait_for_any(const std::vector<BellWatch>& words, std::chrono::nanoseconds limit) noexcept;
 void wake_own(const std::atomic<std::uint32_t>& own) noexcept;
 
-// Tells the processor that this thread spins.
-void relax() noexcept;
+// One turn of a spinning loop, the n-th. Every 64th gives the core away for once, in case whoever is waited
+// for shares it: the scheduler may leave two ranks on one core for milliseconds, with another one idle.
+void spin(unsigned n) noexcept;
 
 }  // namespace fccl::cpu
