@@ -327,6 +327,13 @@ def test_rows() -> None:
         (["all_reduce", "--begin", "1M", "--end", "1K"], "is above --end"),
         (["all_reduce", "--form", "list"], "--form: all_reduce has one form only"),
         (["all_gather", "--form", "ring"], "--form: all_gather has the forms tensor or list"),
+        (
+            ["all_reduce", "--plot", "picture.doc"],
+            "--plot: 'picture.doc' does not end in a kind of picture: .*png",
+        ),
+        (["train", "--models", "gpt"], "unknown model 'gpt'; there are mlp, cnn, transformer"),
+        (["train", "--ranks", "1"], "one rank has nothing to communicate"),
+        (["train", "--compare", "nvlink"], "'nvlink' cannot train"),
         (["send_recv", "--ranks", "1"], "--ranks must be at least 2"),
         (["send_recv", "--form", "pingpong", "--mode", "async"], "pingpong is synchronous"),
         (["all_gather", "--end", "16"], "needs at least 32"),

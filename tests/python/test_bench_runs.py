@@ -117,6 +117,32 @@ def test_in_the_arena_and_beside_an_add() -> None:
     assert [row["backend"] for row in rows] == ["fccl", "fccl-arena", "gloo", "memcpy", "add"]
 
 
+def test_training() -> None:
+    code, out, err = _bench("train", "--models", "mlp,cnn", "--steps", "3", "--warmup", "1", "--json", "-")
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    assert [(row["model"], row["backend"]) for row in rows] == [
+        (model, name) for model in ("mlp", "cnn") for name in ("fccl", "fccl-arena", "gloo", "nothing")
+    ]
+    for row in rows:
+        assert (
+            row["step_us"] > row["forward_us"] > 0 and row["backward_us"] > 0 and row["parameters"] > 10_000
+        )
+        assert (row["exposed_us"] == 0) == (row["backend"] == "nothing")
+    assert "same to the bit on all ranks, and of every backend" in err
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    code, out, err = _bench(
+        "all_reduce", "--begin", "64", "--end", "4K", "--factor", "8", "--iters", "3", "--async",
+        "--plot", str(picture),
+    )  # fmt: skip
+    assert code == 0, err
+    assert picture.read_bytes().startswith(b"\x89PNG") and f"# drawn: {picture}" in out
+    assert "async" in out
+
+
 def test_one_rank() -> None:
     code, out, err = _bench("all_gather", "--ranks", "1", "--end", "4K", "--iters", "3", "--json", "-")
     assert code == 0, err

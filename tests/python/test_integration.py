@@ -103,6 +103,79 @@ def test_fsdp_equals_gloo():
         assert all(map(torch.equal, our_weights, their_weights))
 
 
+def zero_redundancy(rank, world_size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(5)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5)))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        ddp(torch.randn(6, 30)).square().mean().backward()
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    states = len(optimizer.state_dict()["state"]) if rank == 0 else 0
+    return states, [p.detach().clone() for p in ddp.parameters()]
+
+
+def test_zero_redundancy_optimizer_equals_gloo():
+    ours = run_ranks(zero_redundancy, 3, timeout=100)
+    theirs = run_ranks(zero_redundancy, 3, backend="gloo", timeout=100)
+    for (our_states, our_weights), (their_states, their_weights) in zip(ours, theirs, strict=True):
+        assert our_states == their_states
+        # Gloo adds in another order.
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(our_weights, their_weights, strict=True))
+        assert all(map(torch.equal, our_weights, ours[0][1])), "ranks differ"
+
+
+def checkpointed(rank, world_size, folder):
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.fsdp import fully_shard
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+        fully_shard(model)
+        return model
+
+    saved = make(1)
+    checkpoint.save({"model": saved.state_dict(), "step": 7}, checkpoint_id=folder)
+    loaded = make(2)
+    state = {"model": loaded.state_dict(), "step": 0}
+    checkpoint.load(state, checkpoint_id=folder)
+    loaded.load_state_dict(state["model"])
+    assert state["step"] == 7
+    for a, b in zip(saved.parameters(), loaded.parameters(), strict=True):
+        assert a.full_tensor().equal(b.full_tensor())
+
+
+def test_distributed_checkpoint(tmp_path):
+    run_ranks(checkpointed, 3, str(tmp_path / "checkpoint"), timeout=100)
+
+
+def compiled(rank, world_size):
+    import torch.distributed._functional_collectives as functional
+
+    group = dist.group.WORLD
+
+    def step(tensor):
+        total = functional.all_reduce(tensor * 2, "sum", group)
+        gathered = functional.all_gather_tensor(total + rank, 0, group)
+        return functional.reduce_scatter_tensor(gathered, "sum", 0, group) - 1
+
+    tensor = torch.arange(6.0)
+    expected = step(tensor)
+    # In rank r's piece: world_size times (the sum over ranks, plus the piece's rank).
+    assert expected.equal(world_size * (2 * world_size * tensor + rank) - 1)
+    assert torch.compile(step, backend="aot_eager", fullgraph=True)(tensor).equal(expected)
+
+
+def test_functional_collectives_under_compile():
+    run_ranks(compiled, 2, timeout=100)
+
+
 def differentiable(rank, world_size):
     from torch.distributed.nn import functional as nnf
 

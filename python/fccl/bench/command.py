@@ -6,12 +6,15 @@ import argparse
 import contextlib
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import IO, Any
 
-from fccl.bench.config import BenchConfig, Row, SizeOutcome
+from fccl.bench.config import TRAIN, BenchConfig, Row, SizeOutcome
 from fccl.bench.plan import OPERATIONS, make_config, make_meta
+from fccl.bench.plot import check_plot, write_plot
 from fccl.bench.sizes import ITEM_SIZE, format_size, parse_dtype, parse_size
+from fccl.bench.train import run_train
 
 __all__ = ["add_parser", "run"]
 
@@ -59,7 +62,8 @@ examples
   fccl bench all_reduce --ranks 4 --begin 1K --end 16M --factor 16 --dtype bfloat16
   fccl bench all_gather --form list --begin 64M --json all_gather.json
   fccl bench barrier --ranks 2
-  fccl bench send_recv --form pingpong --end 1M
+  fccl bench send_recv --form pingpong --end 1M --plot pingpong.png
+  fccl bench train --models mlp,transformer
   fccl bench all_reduce --arena --compare gloo,memcpy,add --begin 1M
   fccl bench all_reduce --compare gloo --json - > result.json
 
@@ -96,7 +100,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("op", metavar="OP", choices=OPERATIONS, help=", ".join(OPERATIONS))
+    parser.add_argument(
+        "op",
+        metavar="OP",
+        choices=(*OPERATIONS, TRAIN),
+        help=", ".join(OPERATIONS) + f"; or {TRAIN}: steps of training",
+    )
     what = parser.add_argument_group("what to measure")
     what.add_argument("--ranks", type=int, default=2, metavar="N", help="number of processes (default 2)")
     what.add_argument(
@@ -127,6 +136,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="sync",
         help="sync: the call blocks; async: async_op=True and then wait(), timed together (default sync)",
     )
+    what.add_argument("--async", dest="mode", action="store_const", const="async", help="--mode async")
     what.add_argument(
         "--backend", default="fccl", metavar="NAME", help="the backend to measure (default fccl)"
     )
@@ -142,6 +152,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="measure fccl also on tensors in memory that the ranks share (fccl.empty), as 'fccl-arena'",
     )
+    training = parser.add_argument_group("train")
+    training.add_argument(
+        "--models",
+        default="mlp,cnn,transformer",
+        metavar="NAMES",
+        help="what to train (default mlp,cnn,transformer)",
+    )
+    training.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps (default 30)")
     how = parser.add_argument_group("how to measure")
     how.add_argument(
         "--iters", type=int, metavar="N", help="timed iterations per size, instead of --min-time"
@@ -183,6 +201,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="write the results as JSON; '-' writes them to standard output and everything else to "
         "standard error",
+    )
+    out.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw time and bus bandwidth against size; the file's ending says the format (.png, .svg, .pdf)",
     )
     out.add_argument("--verbose", action="store_true", help="show the Python traceback of a rank that fails")
     parser.set_defaults(run=run)
@@ -240,12 +263,32 @@ def _on_sigterm(signum: int, frame: FrameType | None) -> None:
     raise _Interrupted
 
 
+def _until_interrupted(measure: Callable[[], int]) -> int:
+    """Measures; Ctrl-C and SIGTERM end it."""
+    try:
+        previous = signal.signal(signal.SIGTERM, _on_sigterm)
+    except ValueError:
+        previous = None  # not the main thread: somebody else decides about signals
+    try:
+        return measure()
+    except (KeyboardInterrupt, _Interrupted):
+        print("fccl bench: interrupted; all ranks have been ended", file=sys.stderr)
+        return 130
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+
+
 def run(args: argparse.Namespace, command_line: list[str]) -> int:
     """Runs the command; returns the exit status."""
     out = sys.stderr if args.json == "-" else sys.stdout
+    if args.op == TRAIN:
+        return _until_interrupted(lambda: run_train(args, command_line, out))
     notes: list[str] = []
     try:
         config = make_config(args, notes)
+        if args.plot is not None:
+            check_plot(args.plot)
         if "fccl" in config.backends:
             from fccl import _extension
 
@@ -256,24 +299,32 @@ def run(args: argparse.Namespace, command_line: list[str]) -> int:
     meta = make_meta(config, command_line)
     _print_start(config, meta, notes, out)
 
+    return _until_interrupted(lambda: _measure(config, meta, args, out))
+
+
+@contextlib.contextmanager
+def _progress(sizes: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, if tqdm is there; the function that it gives is called after each size."""
     try:
-        previous = signal.signal(signal.SIGTERM, _on_sigterm)
-    except ValueError:
-        previous = None  # not the main thread: somebody else decides about signals
-    try:
-        return _measure(config, meta, args, out)
-    except (KeyboardInterrupt, _Interrupted):
-        print("fccl bench: interrupted; all ranks have been ended", file=sys.stderr)
-        return 130
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda: None
+        return
+    # Gone when the table's next lines are printed, drawn again below them.
+    with tqdm(total=sizes, unit="size", leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def step() -> None:
+            bar.update()
+            bar.clear()
+
+        bar.refresh()
+        yield step
 
 
 def _measure(config: BenchConfig, meta: dict[str, Any], args: argparse.Namespace, out: IO[str]) -> int:
     from fccl.bench.cases import CASES
     from fccl.bench.report import Table, make_rows, write_json
-    from fccl.bench.runner import RankFailure, run_sizes
+    from fccl.bench.runner import RankFailure, combine, run_parts
 
     case = CASES[config.op]
     table = Table(config, case.reduces, out)
@@ -281,8 +332,10 @@ def _measure(config: BenchConfig, meta: dict[str, Any], args: argparse.Namespace
     status = 0
     try:
         # closing(): however this loop is left, the ranks have ended when it has been left.
-        with contextlib.closing(run_sizes(config)) as outcomes:
-            for plan, outcome in zip(config.plans, outcomes, strict=True):
+        with contextlib.closing(run_parts(config)) as parts, _progress(len(config.plans)) as step:
+            for plan, said in zip(config.plans, parts, strict=True):
+                step()
+                outcome = combine(said)
                 if plan is config.plans[0]:
                     _note_first(outcome, config.ranks, meta, out)
                     table.head()
@@ -321,4 +374,8 @@ def _measure(config: BenchConfig, meta: dict[str, Any], args: argparse.Namespace
         print("# all results right", file=out)
     if args.json is not None:
         write_json(args.json, meta, rows)
+    if args.plot is not None and rows:
+        title = f"{config.op} ({config.row_mode}), {config.ranks} ranks, {config.dtype}, {meta['cpu']}"
+        write_plot(args.plot, title, rows)
+        print(f"# drawn: {args.plot}", file=out)
     return status

@@ -6,13 +6,17 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ADD", "ARENA", "MEMCPY", "YARDSTICKS", "BenchConfig", "Row", "SizePlan"]
+__all__ = ["ADD", "ARENA", "MEMCPY", "NOTHING", "TRAIN", "YARDSTICKS", "BenchConfig", "Row", "SizePlan"]
 
 #: The yardsticks' names among the backends.
 MEMCPY, ADD = "memcpy", "add"
 YARDSTICKS = (MEMCPY, ADD)
 #: fccl on tensors in memory that the ranks share (`fccl.empty`), beside fccl on ordinary ones.
 ARENA = "fccl-arena"
+#: In training: a hook that communicates nothing, to tell what communication costs.
+NOTHING = "nothing"
+#: The "operation" that trains models.
+TRAIN = "train"
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,14 @@ class SizePlan:
         count: nccl-tests' count in elements.
         buffers: Number of buffers in rotation on each rank.
         working_set: Bytes of all of them, all ranks together.
+        model: In training, the model; a name in `fccl.bench.models.MODELS`.
     """
 
     size: int
     count: int
     buffers: int
     working_set: int
+    model: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fccl._version import __version__
 from fccl.bench.config import ARENA, YARDSTICKS, BenchConfig, SizePlan
 from fccl.bench.sizes import ITEM_SIZE, sweep
 
-__all__ = ["OPERATIONS", "make_config", "make_meta"]
+__all__ = ["OPERATIONS", "known_backends", "make_config", "make_meta"]
 
 #: Names of the operations, the keys of `fccl.bench.cases.CASES` (which needs torch, and this does not).
 OPERATIONS = (
@@ -32,7 +32,8 @@ OPERATIONS = (
 _ASSUMED_CACHE = 32 << 20
 
 
-def _known_backends() -> list[str]:
+def known_backends() -> list[str]:
+    """The torch backends that can be measured here."""
     import torch.distributed as dist
 
     known = ["fccl"]
@@ -44,7 +45,7 @@ def _known_backends() -> list[str]:
 
 
 def _backends(args: argparse.Namespace) -> list[str]:
-    known = _known_backends()
+    known = known_backends()
     if args.backend not in known:
         raise ValueError(f"--backend: unknown backend {args.backend!r}; here there are {', '.join(known)}")
     names = [args.backend]

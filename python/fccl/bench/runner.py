@@ -18,7 +18,7 @@ from typing import Any
 from fccl.bench.board import Board, board_bytes
 from fccl.bench.config import BenchConfig, SizeOutcome
 
-__all__ = ["RankFailure", "RankSet", "combine", "run_sizes"]
+__all__ = ["RankFailure", "RankSet", "combine", "run_parts"]
 
 # How long the other ranks get to report their own view of a failure, and then to leave by themselves.
 _GATHER_SECONDS = 3.0
@@ -148,8 +148,11 @@ class RankSet:
                 for line in lines:
                     yield rank, json.loads(line)
 
-    def measure(self, turn: int) -> SizeOutcome:
-        """Lets the ranks measure size number `turn` (from 0, each once and in order) and joins their results.
+    def measure(self, turn: int) -> list[dict[str, Any]]:
+        """Lets the ranks carry out part number `turn` (from 0, each once and in order).
+
+        Returns:
+            What each rank has to say, by rank.
 
         Raises:
             RankFailure: a rank failed or died. All ranks have ended by then.
@@ -161,7 +164,7 @@ class RankSet:
                 raise self._failure(rank, message)
             parts[rank] = message
             if len(parts) == self._config.ranks:
-                return combine([parts[r] for r in range(self._config.ranks)])
+                return [parts[r] for r in range(self._config.ranks)]
         raise RankFailure("all ranks have gone")
 
     def finish(self) -> None:
@@ -234,8 +237,8 @@ class RankSet:
         self.end()
 
 
-def run_sizes(config: BenchConfig) -> Generator[SizeOutcome, None, None]:
-    """Runs a benchmark; yields the outcome of each size as soon as it is there.
+def run_parts(config: BenchConfig) -> Generator[list[dict[str, Any]], None, None]:
+    """Runs a benchmark; yields what the ranks say of each of its plans as soon as it is there.
 
     Raises:
         RankFailure: a rank failed or died; all have ended by then. Also when the caller stops early, all

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import functools
 import gc
 import json
@@ -30,7 +29,8 @@ from fccl.bench.board import Board, BoardStopped
 from fccl.bench.buffers import WorkingSet
 from fccl.bench.case import Case
 from fccl.bench.cases import CASES
-from fccl.bench.config import ARENA, YARDSTICKS, BenchConfig, SizePlan
+from fccl.bench.config import ARENA, TRAIN, YARDSTICKS, BenchConfig, SizePlan
+from fccl.bench.rank import BenchRank, engine_of
 from fccl.bench.yardstick import bind_yardstick, check_yardstick
 
 # Backends take turns after this many timed calls of a short message, the first of which follows one that is
@@ -43,15 +43,13 @@ _MIN_ITERATIONS, _MAX_ITERATIONS = 10, 5000
 _PR_SET_PDEATHSIG = 1
 
 
-class _Rank:
-    """The state of one rank over all sizes."""
+class _Rank(BenchRank):
+    """Measures an operation; a plan is a size."""
 
     def __init__(self, config: BenchConfig, rank: int, board: Board) -> None:
-        self.config, self.rank, self.board = config, rank, board
-        self.phase = "starting"
+        super().__init__(config, rank, board)
         self.salt = 0
         self.dropped: dict[str, str] = {}
-        self.groups: dict[str, dist.ProcessGroup] = {}
         self.case: Case = CASES[config.op](
             rank=rank,
             ranks=config.ranks,
@@ -61,28 +59,6 @@ class _Rank:
             form=config.form,
             board=board,
         )
-
-    def make_groups(self, init_method: str) -> None:
-        """The first torch backend carries the default group, the others one more group each."""
-        timeout = datetime.timedelta(seconds=self.config.timeout)
-        for name in self.config.backends:
-            if name in YARDSTICKS:
-                continue
-            self.phase = f"making the process group of {name}"
-            backend = "fccl" if name == ARENA else name
-            if not self.groups:
-                dist.init_process_group(
-                    backend,
-                    init_method=init_method,
-                    rank=self.rank,
-                    world_size=self.config.ranks,
-                    timeout=timeout,
-                )
-                group = dist.group.WORLD
-            else:
-                group = dist.new_group(backend=backend, timeout=timeout)
-            assert group is not None
-            self.groups[name] = group
 
     # ---- one size ----
 
@@ -229,7 +205,7 @@ class _Rank:
             "wrong": wrong,
             "checked": checked,
             "dropped": self.dropped,
-            "engines": {name: _engine(name, group) for name, group in self.groups.items()},
+            "engines": {name: engine_of(name, group) for name, group in self.groups.items()},
         }
 
 
@@ -273,16 +249,6 @@ def _damage(call: Callable[[], Any], result: torch.Tensor | None, here: bool) ->
         element.copy_(element * float("nan") if element.dtype.is_floating_point else element.bitwise_not())
 
 
-def _engine(name: str, group: dist.ProcessGroup) -> dict[str, str]:
-    """What carried the calls of a group."""
-    if name not in ("fccl", ARENA):
-        return {"engine": name, "why": ""}
-    import fccl
-
-    backend = fccl.backend_of(group)
-    return {"engine": str(backend.engine), "why": str(backend.why_inner)}
-
-
 def main() -> int:
     """Entry point of a rank."""
     parser = argparse.ArgumentParser()
@@ -309,11 +275,16 @@ def main() -> int:
     config = BenchConfig.from_dict(json.load(sys.stdin))
     # A little more than a collective may take, so that the collective's own message comes first.
     board = Board(args.board, config.ranks, args.rank, config.timeout + 5)
-    rank: _Rank | None = None
+    rank: BenchRank | None = None
     try:
         import fccl  # noqa: F401  (registers the backend)
 
-        rank = _Rank(config, args.rank, board)
+        if config.op == TRAIN:
+            from fccl.bench.train_rank import TrainRank
+
+            rank = TrainRank(config, args.rank, board)
+        else:
+            rank = _Rank(config, args.rank, board)
         rank.make_groups(args.init_method)
         for index, plan in enumerate(config.plans):
             board.wait_turn(index + 1)
