@@ -87,9 +87,8 @@ void bind_backend(py::module_& m) {
       .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
            py::arg("group_name"), py::arg("global_ranks"), py::arg("cpu_factory"),
            py::arg("cuda_factory") = nullptr)
-      .def_property_readonly(
-          "engine", &FcclBackend::engine,
-          "What carries CPU collectives: 'shared-memory' or 'inner'.")
+      .def_property_readonly("engine", &FcclBackend::engine,
+                             "What carries CPU collectives: 'shared-memory' or 'inner'.")
       .def_property_readonly("why_inner", &FcclBackend::why_inner,
                              "Why the shared-memory engine does not carry this group; empty while it does.")
       .def_property_readonly("zero_copy_count", &FcclBackend::zero_copy_count,

@@ -212,7 +212,7 @@ c10::intrusive_ptr<FcclBackend::Options> FcclBackend::getBackendOptions() {
 
 void FcclBackend::setTimeout(std::chrono::milliseconds timeout) {
   timeout_ms_ = timeout.count();
-  carrier_->set_timeout(timeout);
+  if (carrier_->inner()) carrier_->inner()->setTimeout(timeout);
   std::lock_guard lock(cuda_mutex_);
   if (cuda_inner_) cuda_inner_->setTimeout(timeout);
 }
@@ -250,8 +250,8 @@ void FcclBackend::shut_down(const std::string& why) {
                                " while collectives were pending: " + why);
     }
   });
-  if (idle && carrier_->group() != nullptr) carrier_->group()->leave(why);
-  if (const BackendPtr inner = carrier_->inner_if_made()) inner->shutdown();
+  if (cpu::Group* group = carrier_->group()) idle ? group->leave(why) : group->end_messages(why);
+  if (carrier_->inner()) carrier_->inner()->shutdown();
   std::lock_guard lock(cuda_mutex_);
   if (cuda_inner_) cuda_inner_->shutdown();
 }

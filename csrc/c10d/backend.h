@@ -1,8 +1,7 @@
 // The c10d backend "fccl": one object per process group, for all its devices.
 //
-// CPU tensors: collectives run on the shared-memory engine (or, where ranks share no memory, on the
-// inner Gloo), in the order the executor gives them; sparse sums go to an inner Gloo behind the mismatch
-// gate. CUDA tensors go to an inner NCCL.
+// CPU tensors: collectives and messages run on the shared-memory engine or, where ranks share no memory, on
+// an inner Gloo; collectives in the order the executor gives them. CUDA tensors go to an inner NCCL.
 #pragma once
 
 #include <atomic>
@@ -34,7 +33,7 @@ class FcclBackend final : public ::c10d::Backend {
     std::chrono::milliseconds timeout{};
     std::string group_name;
     std::vector<std::uint64_t> global_ranks;
-    InnerFactory cpu_factory;   // Gloo; called when there is need of it
+    InnerFactory cpu_factory;   // Gloo; called if the ranks share no memory
     InnerFactory cuda_factory;  // NCCL; empty where torch has none; called at the first CUDA tensor
   };
 
@@ -88,7 +87,7 @@ class FcclBackend final : public ::c10d::Backend {
                         const ::c10d::AllToAllOptions& opts) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
 
-  // ---- delegated.cpp ----
+  // ---- sparse.cpp ----
   WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 

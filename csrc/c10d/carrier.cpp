@@ -132,19 +132,15 @@ void Carrier::fail_locally(Collective collective, std::uint64_t before, bool int
   group_->abort(where + "failed half-way: " + what);
 }
 
-Carrier::Carrier(int rank, int size, std::string group_name, c10::intrusive_ptr<::c10d::Store> store,
-                 InnerFactory make_inner, std::chrono::milliseconds timeout)
-    : rank_(rank),
-      size_(size),
-      group_name_(std::move(group_name)),
-      store_(std::move(store)),
-      make_inner_(std::move(make_inner)) {
+Carrier::Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
+                 const InnerFactory& make_inner, std::chrono::milliseconds timeout)
+    : rank_(rank), size_(size), group_name_(std::move(group_name)) {
   if (size == 1) {
     why_inner_ = "the group has one rank";
     return;
   }
   const auto adapter =
-      std::make_shared<StoreAdapter>(c10::make_intrusive<::c10d::PrefixStore>("engine", store_));
+      std::make_shared<StoreAdapter>(c10::make_intrusive<::c10d::PrefixStore>("engine", store));
   cpu::GroupConfig config;
   config.rank = rank;
   config.world_size = size;
@@ -157,27 +153,7 @@ Carrier::Carrier(int rank, int size, std::string group_name, c10::intrusive_ptr<
   if (shared) return;
   why_inner_ = group_->why_not();
   if (rank_ == 0) warn_once(group_name_, why_inner_);
-  (void)inner();
-}
-
-::c10d::Backend& Carrier::inner() {
-  if (inner_) return *inner_;  // only the thread that calls this changes it
-  BackendPtr made = make_inner_(store_);
-  std::lock_guard lock(inner_mutex_);
-  if (inner_timeout_) made->setTimeout(*inner_timeout_);
-  inner_ = std::move(made);
-  return *inner_;
-}
-
-BackendPtr Carrier::inner_if_made() const {
-  std::lock_guard lock(inner_mutex_);
-  return inner_;
-}
-
-void Carrier::set_timeout(std::chrono::milliseconds timeout) {
-  std::lock_guard lock(inner_mutex_);
-  inner_timeout_ = timeout;
-  if (inner_) inner_->setTimeout(timeout);
+  inner_ = make_inner(store);
 }
 
 Carrier::~Carrier() {

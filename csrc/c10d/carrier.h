@@ -2,7 +2,7 @@
 // share memory, or, for one rank, nothing. The callers above see plain memory and one set of
 // numerics.
 //
-// Every member but the const ones and set_timeout() is called in executor order, by one thread at a time.
+// Every member but the const ones is called in executor order, by one thread at a time.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -42,10 +41,9 @@ class Carrier {
   enum class Mode { kLocal, kEngine, kInner };
 
   // Settles, by all ranks together, what carries this group: waits for all of them, for as long as `timeout`.
-  // `store` is this incarnation's own; `make_inner` is called in connection with it when there is need of an
-  // inner backend.
-  Carrier(int rank, int size, std::string group_name, c10::intrusive_ptr<::c10d::Store> store,
-          InnerFactory make_inner, std::chrono::milliseconds timeout);
+  // `store` is this incarnation's own; `make_inner` is called if the ranks share no memory.
+  Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
+          const InnerFactory& make_inner, std::chrono::milliseconds timeout);
 
   ~Carrier();
   Carrier(const Carrier&) = delete;
@@ -55,12 +53,8 @@ class Carrier {
   cpu::Group* group() noexcept { return group_.get(); }
   // Why the engine does not carry this group; empty while it does or nobody knows.
   const std::string& why_inner() const noexcept { return why_inner_; }
-  // The inner backend: made at once where it carries the group, else, by all ranks together, for the first
-  // collective that the engine does not have.
-  ::c10d::Backend& inner();
-  // Null while there is none.
-  BackendPtr inner_if_made() const;
-  void set_timeout(std::chrono::milliseconds timeout);
+  // The inner backend, which carries a group whose ranks share no memory; null in other groups.
+  const BackendPtr& inner() const noexcept { return inner_; }
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
 
@@ -151,11 +145,7 @@ class Carrier {
   const int rank_;
   const int size_;
   const std::string group_name_;
-  const c10::intrusive_ptr<::c10d::Store> store_;
-  const InnerFactory make_inner_;
   std::unique_ptr<cpu::Group> group_;
-  mutable std::mutex inner_mutex_;
-  std::optional<std::chrono::milliseconds> inner_timeout_;  // what set_timeout() said
   BackendPtr inner_;
   // Operations of the inner backend that nobody waits for any more and that may be under way still.
   std::vector<c10::intrusive_ptr<::c10d::Work>> left_behind_;

@@ -134,9 +134,12 @@ class Message final : public CollectiveWork {
     request->dtype = dtype_of(plain_.scalar_type());
     request->peer = peer;
     request->tag = tag;
-    // This work lives until its message has been moved, whatever the caller does with it.
-    request->at_end = [self = c10::intrusive_ptr<Message>::reclaim_copy(this)](const cpu::Request& ended) {
-      self->end(ended);
+    // The message goes on whatever the caller does with this work; the tensors stay until it has ended.
+    request->at_end = [self =
+                           c10::weak_intrusive_ptr<Message>(c10::intrusive_ptr<Message>::reclaim_copy(this)),
+                       tensor = tensor_, plain = plain_](const cpu::Request& ended) {
+      const std::exception_ptr error = outcome(ended, tensor, plain);
+      if (const auto alive = self.lock()) alive->complete(error);
     };
     try {
       carrier_.lock()->group()->point_to_point().post(request);
@@ -147,18 +150,41 @@ class Message final : public CollectiveWork {
   }
 
   bool isCompleted() override {
-    if (const auto carrier = is_done() ? nullptr : carrier_.lock())
-      carrier->group()->point_to_point().test(*request_);
+    if (!is_done()) {
+      const GilRelease unlocked;  // before the carrier, whose last reference this may be
+      try {
+        if (const auto carrier = carrier_.lock(); carrier && carrier->group() != nullptr)
+          carrier->group()->point_to_point().test(*request_);
+      } catch (const Error& error) {
+        throw_as_torch(error);
+      }
+    }
     return is_done();
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    if (const auto carrier = is_done() ? nullptr : carrier_.lock()) {
-      const GilRelease unlocked;
-      const auto limit = timeout > std::chrono::milliseconds::zero() ? timeout : timeout_;
+    if (!is_done()) {
+      const GilRelease unlocked;  // before the carrier, whose last reference this may be
+      const auto carrier = carrier_.lock();
+      TORCH_CHECK(carrier && carrier->group() != nullptr, title(),
+                  ": the process group is gone, or stays with the parent of this process");
+      cpu::PointToPoint& engine = carrier->group()->point_to_point();
+      const bool limited = timeout > std::chrono::milliseconds::zero();
       try {
-        carrier->group()->point_to_point().wait(*request_, Deadline::after(limit));
+        engine.wait(*request_, Deadline::after(limited ? timeout : timeout_));
       } catch (const Error& error) {
+        if (error.kind() == ErrorKind::kTimeout) {
+          // Once its own time is up, and not just this wait's, it must not take what is meant for the next
+          // receive.
+          const bool withdrawn = !limited && engine.withdraw(request_);
+          throw_as_torch(
+              Error(error.kind(), error.what() + std::string(withdrawn ? ". It has been given up"
+                                                                       : ". It goes on, and its work can be "
+                                                                         "waited for again")));
+        }
         if (!is_done()) throw_as_torch(error);
+      } catch (...) {  // Ctrl-C
+        engine.withdraw(request_);
+        throw;
       }
     }
     rethrow();
@@ -170,15 +196,15 @@ class Message final : public CollectiveWork {
   }
 
  private:
-  void end(const cpu::Request& request) noexcept {
-    std::exception_ptr error;
+  static std::exception_ptr outcome(const cpu::Request& request, const at::Tensor& tensor,
+                                    const at::Tensor& plain) noexcept {
     try {
       if (request.error) throw_as_torch(*request.error);
-      if (!request.sends) put_back(plain_, tensor_);
+      if (!request.sends) put_back(plain, tensor);
     } catch (...) {
-      error = std::current_exception();
+      return std::current_exception();
     }
-    complete(std::move(error));
+    return nullptr;
   }
 
   // A work that is kept does not keep the group: what is pending ends with it.
@@ -206,7 +232,8 @@ FcclBackend::Call FcclBackend::point_to_point(OpType type, const char* title, co
     C10_THROW_ERROR(ValueError,
                     here + "the tensor is " + describe(tensor) + ", expected a dense (strided) tensor");
   }
-  if (peer < -1 || peer >= size_ || peer == rank_) {
+  const bool from_any = type == OpType::RECVANYSOURCE;
+  if (!from_any && (peer < 0 || peer >= size_ || peer == rank_)) {
     C10_THROW_ERROR(ValueError, here + "the peer is rank " + std::to_string(peer) +
                                     ", expected another rank of the group's " + std::to_string(size_));
   }
@@ -244,7 +271,7 @@ FcclBackend::WorkPtr FcclBackend::send(Tensors& tensors, int destination, int ta
   if (tensors[0].is_cuda()) return cuda(c, tensors[0]).send(tensors, destination, tag);
   if (carrier_->mode() == Carrier::Mode::kEngine) return begin_message(c, tensors[0], destination, tag);
   Tensors plain{readable(tensors[0])};
-  return track(carrier_->inner().send(plain, destination, tag));
+  return track(carrier_->inner()->send(plain, destination, tag));
 }
 
 FcclBackend::WorkPtr FcclBackend::recv(Tensors& tensors, int source, int tag) {
@@ -252,20 +279,20 @@ FcclBackend::WorkPtr FcclBackend::recv(Tensors& tensors, int source, int tag) {
   // Coalesced, if at all, by the inner one.
   if (tensors[0].is_cuda()) return cuda(c, tensors[0]).recv(tensors, source, tag);
   if (carrier_->mode() == Carrier::Mode::kEngine) return begin_message(c, tensors[0], source, tag);
-  if (is_plain(tensors[0])) return track(carrier_->inner().recv(tensors, source, tag));
+  if (is_plain(tensors[0])) return track(carrier_->inner()->recv(tensors, source, tag));
   Tensors plain{writable(tensors[0])};
   return track(c10::make_intrusive<StagedReceive>(
-      rank_, OpType::RECV, carrier_->inner().recv(plain, source, tag), plain[0], tensors[0]));
+      rank_, OpType::RECV, carrier_->inner()->recv(plain, source, tag), plain[0], tensors[0]));
 }
 
 FcclBackend::WorkPtr FcclBackend::recvAnysource(Tensors& tensors, int tag) {
   const Call c = point_to_point(OpType::RECVANYSOURCE, "fccl:recvAnySource", tensors, -1);
   if (tensors[0].is_cuda()) return cuda(c, tensors[0]).recvAnysource(tensors, tag);
   if (carrier_->mode() == Carrier::Mode::kEngine) return begin_message(c, tensors[0], -1, tag);
-  if (is_plain(tensors[0])) return track(carrier_->inner().recvAnysource(tensors, tag));
+  if (is_plain(tensors[0])) return track(carrier_->inner()->recvAnysource(tensors, tag));
   Tensors plain{writable(tensors[0])};
   return track(c10::make_intrusive<StagedReceive>(
-      rank_, OpType::RECVANYSOURCE, carrier_->inner().recvAnysource(plain, tag), plain[0], tensors[0]));
+      rank_, OpType::RECVANYSOURCE, carrier_->inner()->recvAnysource(plain, tag), plain[0], tensors[0]));
 }
 
 // torch asks before batch_isend_irecv: NCCL needs a batch to be one group, Gloo does not.

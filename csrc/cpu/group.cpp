@@ -423,25 +423,36 @@ void Group::abort(const std::string& reason) noexcept {
   state_->fail(Error(ErrorKind::kAborted, "fccl " + state_->where() + " was aborted: " + reason));
 }
 
+// The order matters: once requests are ended their memory is the caller's again, and a peer that fetches from
+// it must see by then that this rank has left (matcher.h).
 void Group::leave(const std::string& why) noexcept {
   State& state = *state_;
-  if (state.point_to_point && state.generation == fork_generation()) {
-    state.point_to_point->stop(
-        kSendGrace,
-        Error(ErrorKind::kAborted, "fccl " + state.where() + ": the group was destroyed here: " + why));
-  }
-  if (state.left.exchange(true) || !state.connected || state.own.data() == nullptr) return;
   // In a forked child the segment is the parent's, who is still there.
-  if (state.generation != fork_generation()) return;
+  if (!state.connected || state.own.data() == nullptr || state.generation != fork_generation()) {
+    state.left.store(true);
+    return;
+  }
+  if (state.leaving.exchange(true)) return;
+  if (state.point_to_point) state.point_to_point->drain(kSendGrace);
   {
     const std::lock_guard lock(state.failure_mutex);
-    if (!state.failure) {
-      copy_text(why, state.control().status.text);
-      state.control().status.state.store(static_cast<std::uint32_t>(RankState::kLeft),
-                                         std::memory_order_release);
+    state.left.store(true);
+    StatusLine& status = state.control().status;
+    if (status.state.load() == static_cast<std::uint32_t>(RankState::kActive)) {
+      copy_text(why, status.text);
+      status.state.store(static_cast<std::uint32_t>(RankState::kLeft));
     }
   }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  end_messages(why);
   state.wake_everyone();
+}
+
+void Group::end_messages(const std::string& why) noexcept {
+  const State& state = *state_;
+  if (!state.point_to_point || state.generation != fork_generation()) return;
+  state.point_to_point->stop(
+      Error(ErrorKind::kAborted, "fccl " + state.where() + ": the group was destroyed here: " + why));
 }
 
 std::vector<int> Group::missing_ranks() const {

@@ -118,7 +118,8 @@ class Group {
   // Messages between two ranks, beside the collectives and without a number.
   PointToPoint& point_to_point() const;
 
-  // Compares descriptions and moves no data: the mismatch gate in front of delegated collectives.
+  // Compares descriptions and moves no data: a barrier, and the gate in front of what is
+  // several collectives.
   void gate(const Description& call, const Deadline& deadline);
 
   // Takes a number for a call that this rank refuses and tells the peers, so that they raise an
@@ -134,6 +135,9 @@ class Group {
   // called while a collective runs in another thread (abort() first).
   // `why` is told to peers that wait for it.
   void leave(const std::string& why) noexcept;
+  // For a rank that cannot leave, since a collective is stuck in another thread: fails what is left of its
+  // messages and ends their thread.
+  void end_messages(const std::string& why) noexcept;
   // The sticky error, if any.
   std::optional<Error> failure() const;
 

@@ -84,7 +84,8 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   mutable std::mutex failure_mutex;
   std::optional<Error> failure;
   std::atomic<bool> failed{false};
-  std::atomic<bool> left{false};
+  std::atomic<bool> left{false};  // stored under failure_mutex, as `failure` is
+  std::atomic<bool> leaving{false};
 
   State();
   ~State();

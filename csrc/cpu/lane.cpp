@@ -117,6 +117,8 @@ void Lane::publish_copied() {
   dirty_ = true;
 }
 
+void Lane::publish_kept(std::uint64_t bytes) { mine_->words.kept.store(bytes, std::memory_order_relaxed); }
+
 void Lane::ring() {
   if (!dirty_) return;
   dirty_ = false;

@@ -59,6 +59,9 @@ class Lane {
   // The peer's chunk that comes next, if it is there.
   const std::byte* next_chunk();
   void publish_copied();
+  // How many bytes of the peer's messages this rank keeps for receives to come, and the peer of ours.
+  void publish_kept(std::uint64_t bytes);
+  std::uint64_t kept_by_peer() const { return theirs_->words.kept.load(std::memory_order_relaxed); }
 
   // ---- both ----
 

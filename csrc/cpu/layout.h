@@ -72,6 +72,7 @@ struct LaneControl {
     std::atomic<std::uint64_t> read{0};    // bytes of the peer's records read
     std::atomic<std::uint64_t> staged{0};  // chunks of messages put into the lane's slots
     std::atomic<std::uint64_t> copied{0};  // chunks taken out of the slots of the peer's lane
+    std::atomic<std::uint64_t> kept{0};    // bytes of the peer's messages that wait for a receive; no counter
   } words;
   ParkLine park;  // how many threads of this rank sleep on the peer's bell
 };

@@ -78,7 +78,7 @@ void Matcher::post_send(const RequestPtr& request) {
   record.tag = request->tag;
   record.count = request->count;
   record.bytes = request->bytes();
-  if (record.bytes <= kEagerBytes) {
+  if (record.bytes <= kEagerBytes && own.kept_by_peer() < kMostKept) {
     record.kind = RecordKind::kEager;
     peer.queue.push_back({record, request});
   } else {
@@ -126,9 +126,30 @@ void Matcher::post_receive(const RequestPtr& request) {
   ++from->requests;
   const Unmatched message = std::move(*found);
   from->unmatched.erase(found);
+  keep(*from, -static_cast<std::int64_t>(message.message.size()));
   accept(source, message.record, message.message.data(), request);
   flush(*from);
   lane(source).ring();
+}
+
+void Matcher::keep(Peer& peer, std::int64_t bytes) {
+  if (bytes == 0) return;
+  peer.kept += static_cast<std::uint64_t>(bytes);
+  peer.lane->publish_kept(peer.kept);
+}
+
+bool Matcher::withdraw(const RequestPtr& request) {
+  const auto found = std::find(receives_.begin(), receives_.end(), request);
+  if (found == receives_.end()) return false;
+  receives_.erase(found);
+  if (request->peer < 0) --from_any_;
+  end(request, Error(ErrorKind::kAborted, "fccl " + describe(*request) + place() + ": was given up"));
+  return true;
+}
+
+bool Matcher::has_something_to_say() const {
+  if (sends_ != 0) return true;
+  return std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.queue.empty(); });
 }
 
 void Matcher::end(const RequestPtr& request, std::optional<Error> error) {
@@ -231,7 +252,9 @@ void Matcher::arrived(int rank, const Record& record, const std::byte* message) 
   if (match == receives_.end()) {
     Unmatched unmatched{++arrivals_, record, {}};
     if (record.kind == RecordKind::kEager) unmatched.message.assign(message, message + record.bytes);
+    const auto size = static_cast<std::int64_t>(unmatched.message.size());
     peer.unmatched.push_back(std::move(unmatched));
+    keep(peer, size);
     return;
   }
   const RequestPtr request = std::move(*match);

@@ -5,7 +5,8 @@
 // were posted. It takes no number in the group's order of collectives. How it travels:
 //
 //   - eager (short): behind its record in the ring. The send is done when it is there. If nobody has posted a
-//     receive for it yet, the receiver keeps a copy.
+//     receive for it yet, the receiver keeps a copy; it says how much it keeps, and above a limit the sender
+//     offers short messages, too.
 //   - in the sender's arena: offered by its place. The receiver fetches it and says so (kTaken).
 //   - else offered without a place. Once it is matched the receiver says kGo, and the sender passes it chunk
 //     by chunk through the lane's slots, message after message in the order of the kGo's; so both sides know
@@ -66,6 +67,8 @@ class Matcher {
   // Moves what can be moved now, a bounded amount of it; false if that was nothing. Throws kSystem if a
   // peer's words make no sense.
   bool progress();
+  // Takes a receive back that no message has been found for yet; false if there is one.
+  bool withdraw(const RequestPtr& request);
   // Ends every request with `error`.
   void fail_all(const Error& error);
   // Requests that have ended since the last call.
@@ -76,7 +79,10 @@ class Matcher {
   bool is_busy() const;
   bool is_busy_with(int peer) const;
   bool receives_from_any() const { return from_any_ != 0; }
-  bool has_sends() const { return sends_ != 0; }
+  bool has_requests_with(int peer) const { return at(peer).requests != 0; }
+  // Whether there are sends, or answers to peers, that have not gone out.
+  bool has_something_to_say() const;
+  void forget_answers(int peer) { at(peer).queue.clear(); }
   Lane& lane(int peer);
 
   // "recv(float32, count=3, tag=0) from rank 1".
@@ -107,6 +113,7 @@ class Matcher {
     std::map<std::uint64_t, RequestPtr> offered;
     std::deque<RequestPtr> staging;     // sends that were asked for, in that order
     std::deque<Unmatched> unmatched;    // in the order of arrival
+    std::uint64_t kept = 0;             // bytes of messages in there
     std::deque<RequestPtr> collecting;  // receives that asked for their message, in that order
     std::deque<Fetch> fetching;
   };
@@ -123,6 +130,7 @@ class Matcher {
   void accept(int rank, const Record& record, const std::byte* message, const RequestPtr& request);
   void answer(Peer& peer, RecordKind kind, const Record& record);
   RequestPtr take_offer(int rank, std::uint64_t id);
+  void keep(Peer& peer, std::int64_t bytes);
   void end(const RequestPtr& request, std::optional<Error> error = std::nullopt);
   Peer& at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Peer& at(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }

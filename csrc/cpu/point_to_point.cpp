@@ -25,16 +25,36 @@ constexpr int kQuietTicks = 100;  // without traffic, before the worker sleeps f
 PointToPoint::PointToPoint(Group::State& state) : state_(state), matcher_(state) {}
 
 PointToPoint::~PointToPoint() {
-  if (!worker_.joinable()) return;
-  if (state_.generation != fork_generation()) {  // the parent's thread
-    new std::thread(std::move(worker_));
+  if (state_.generation != fork_generation()) {  // the thread is the parent's
+    if (worker_.joinable()) new std::thread(std::move(worker_));
     (void)busy_.release();
     return;
   }
-  stop({}, Error(ErrorKind::kAborted, "fccl " + state_.where() + ": the group was freed"));
+  stop(Error(ErrorKind::kAborted, "fccl " + state_.where() + ": the group was freed"));
+}
+
+// Lanes are the parent's to write; and its threads may have held the lock when it forked.
+void PointToPoint::check_fork(const Request& request) const {
+  if (state_.generation == fork_generation()) return;
+  throw Error(ErrorKind::kSystem, "fccl " + Matcher::describe(request) + ", " + state_.where() +
+                                      ": this process was forked after the group was made, and messages stay "
+                                      "with the parent; make a new group in the child");
+}
+
+template <typename Step>
+void PointToPoint::guarded(Step&& step) {
+  try {
+    step();
+  } catch (const Error& error) {
+    matcher_.fail_all(state_.fail(error));
+  } catch (const std::exception& error) {  // no memory for the bookkeeping
+    matcher_.fail_all(state_.fail(Error(ErrorKind::kSystem, "fccl point-to-point, " + state_.where() +
+                                                                ": failed on this rank: " + error.what())));
+  }
 }
 
 void PointToPoint::post(const RequestPtr& request) {
+  check_fork(*request);
   bool rests = false;
   {
     std::unique_lock lock(mutex_);
@@ -43,13 +63,10 @@ void PointToPoint::post(const RequestPtr& request) {
       throw Error(ErrorKind::kAborted, "fccl " + Matcher::describe(*request) + ", " + state_.where() +
                                            ": the group has been destroyed on this rank");
     }
-    try {
-      matcher_.post(request);
-    } catch (const Error& error) {
-      matcher_.fail_all(state_.fail(error));
-    }
+    guarded([&] { matcher_.post(request); });
     end_all(lock);
-    if (request->done()) return;
+    // What ended at once may have left an answer for the peer behind.
+    if (!matcher_.is_busy()) return;
     if (!worker_runs_) start_worker();
     rests = worker_rests_.load();
   }
@@ -77,14 +94,22 @@ bool PointToPoint::progress() {
   if (state_.failed.load(std::memory_order_acquire)) {
     matcher_.fail_all(*state_.held_failure());
   } else {
-    try {
-      moved = matcher_.progress();
-    } catch (const Error& error) {
-      matcher_.fail_all(state_.fail(error));
-    }
+    guarded([&] { moved = matcher_.progress(); });
   }
   end_all(lock);
   return moved;
+}
+
+bool PointToPoint::withdraw(const RequestPtr& request) noexcept {
+  if (state_.generation != fork_generation()) return false;
+  try {
+    std::unique_lock lock(mutex_);
+    const bool withdrawn = matcher_.withdraw(request);
+    end_all(lock);
+    return withdrawn;
+  } catch (...) {
+    return false;
+  }
 }
 
 // ---- waiting ----
@@ -111,12 +136,15 @@ class PointToPoint::Waiting {
 };
 
 bool PointToPoint::test(Request& request) {
-  if (!request.done()) progress();
+  if (request.done()) return true;
+  check_fork(request);
+  progress();
   return request.done();
 }
 
 void PointToPoint::wait(Request& request, const Deadline& deadline) {
   if (!request.done()) {
+    check_fork(request);
     const Waiting waiting(*this);
     const WaitPolicy& policy = state_.waiter->policy(is_background_thread(), Expect::kProgress);
     unsigned spins = 0;
@@ -147,31 +175,43 @@ void PointToPoint::wait(Request& request, const Deadline& deadline) {
   if (request.error) throw Error(*request.error);
 }
 
-// True if something moved, or `request` is done.
-bool PointToPoint::sleep_until_news(std::chrono::nanoseconds limit, const Request* request) {
-  std::vector<BellWatch> watched;
-  std::vector<Lane*> lanes;
-  ++sleeping_;
-  watched.push_back(watch(own_bell_));
-  {
-    const std::lock_guard lock(mutex_);
-    for (int peer = 0; peer < state_.world_size(); ++peer) {
-      if (peer == state_.rank() || (!matcher_.is_busy_with(peer) && !matcher_.receives_from_any())) continue;
-      Lane& lane = matcher_.lane(peer);
-      lane.sleep();  // W1 in wait.h
-      lanes.push_back(&lane);
+// Keeps the peers told that this thread sleeps.
+class PointToPoint::Sleeping {
+ public:
+  explicit Sleeping(PointToPoint& p2p) : p2p_(p2p) {
+    const std::lock_guard lock(p2p_.mutex_);
+    lanes_.reserve(static_cast<std::size_t>(p2p_.state_.world_size()));
+    ++p2p_.sleeping_;
+    for (int peer = 0; peer < p2p_.state_.world_size(); ++peer) {
+      if (peer == p2p_.state_.rank()) continue;
+      if (!p2p_.matcher_.is_busy_with(peer) && !p2p_.matcher_.receives_from_any()) continue;
+      lanes_.push_back(&p2p_.matcher_.lane(peer));
+      lanes_.back()->sleep();  // W1 in wait.h
     }
   }
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (const Lane* lane : lanes) watched.push_back(watch(lane->bell()));
-  bool news = progress() || (request != nullptr && request->done());  // W2
-  if (!news) wait_for_any(watched, limit);
-  --sleeping_;
-  {
-    const std::lock_guard lock(mutex_);
-    for (Lane* lane : lanes) lane->wake();
+  ~Sleeping() {
+    --p2p_.sleeping_;
+    const std::lock_guard lock(p2p_.mutex_);
+    for (Lane* lane : lanes_) lane->wake();
   }
-  return news;
+  Sleeping(const Sleeping&) = delete;
+  Sleeping& operator=(const Sleeping&) = delete;
+  const std::vector<Lane*>& lanes() const { return lanes_; }
+
+ private:
+  PointToPoint& p2p_;
+  std::vector<Lane*> lanes_;
+};
+
+void PointToPoint::sleep_until_news(std::chrono::nanoseconds limit, const Request* request) {
+  std::vector<BellWatch> watched{watch(own_bell_)};
+  const Sleeping sleeping(*this);
+  watched.reserve(1 + sleeping.lanes().size());
+  watched[0] = watch(own_bell_);  // what comes from now on counts
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (const Lane* lane : sleeping.lanes()) watched.push_back(watch(lane->bell()));
+  const bool news = progress() || (request != nullptr && request->done());  // W2
+  if (!news) wait_for_any(watched, limit);
 }
 
 void PointToPoint::wake() noexcept {
@@ -180,6 +220,8 @@ void PointToPoint::wake() noexcept {
 }
 
 std::optional<Error> PointToPoint::trouble_with(int peer) const {
+  // Whether it is there first: one that leaves in between has left, and not died.
+  const bool gone = state_.node->is_gone(state_.members[static_cast<std::size_t>(peer)]);
   const auto state = static_cast<RankState>(
       state_.controls[static_cast<std::size_t>(peer)]->status.state.load(std::memory_order_acquire));
   const std::string who = "rank " + std::to_string(peer);
@@ -190,7 +232,7 @@ std::optional<Error> PointToPoint::trouble_with(int peer) const {
   }
   if (state == RankState::kLeft)
     return Error(ErrorKind::kPeerLeft, where + who + " has left the group: " + state_.text_of(peer));
-  if (state_.node->is_gone(state_.members[static_cast<std::size_t>(peer)])) {
+  if (gone) {
     return Error(
         ErrorKind::kPeerDied,
         where + "the process of " + who +
@@ -215,7 +257,10 @@ void PointToPoint::look_around() {
   for (const auto& [peer, trouble] : troubles) {
     // A message from any rank may still come from those that have not left.
     const bool any = matcher_.receives_from_any() && (alone || trouble.kind() != ErrorKind::kPeerLeft);
-    if (!any && !matcher_.is_busy_with(peer)) continue;
+    if (!any && !matcher_.has_requests_with(peer)) {
+      matcher_.forget_answers(peer);  // nobody is there to hear them
+      continue;
+    }
     matcher_.fail_all(state_.fail(trouble));
     break;
   }
@@ -228,7 +273,7 @@ Error PointToPoint::timed_out(const Request& request, const Deadline& deadline) 
                      std::to_string(deadline.span().count()) + " ms";
   if (const std::string unmatched = matcher_.describe_unmatched(); !request.sends && !unmatched.empty())
     text += "; what has come and waits for a receive: " + unmatched;
-  return Error(ErrorKind::kTimeout, text + ". It goes on, and can be waited for again");
+  return Error(ErrorKind::kTimeout, text);
 }
 
 // ---- the worker ----
@@ -251,6 +296,15 @@ void PointToPoint::start_worker() {
 void PointToPoint::work() {
   set_background_thread(true);
   ::pthread_setname_np(::pthread_self(), "fccl_messages");
+  try {
+    work_until_stopped();
+  } catch (const std::exception& error) {  // no memory, say: those that wait will see
+    state_.fail(Error(ErrorKind::kSystem,
+                      "fccl point-to-point, " + state_.where() + ": failed on this rank: " + error.what()));
+  }
+}
+
+void PointToPoint::work_until_stopped() {
   int quiet = 0;
   std::uint64_t turns = 0;
   Clock::time_point next_look = Clock::now() + kParkSlice;
@@ -283,30 +337,43 @@ void PointToPoint::work() {
   }
 }
 
-void PointToPoint::stop(std::chrono::milliseconds grace, const Error& why) noexcept {
+void PointToPoint::drain(std::chrono::milliseconds grace) noexcept {
   try {
     const Deadline end = Deadline::after(grace);
-    while (!state_.failed.load() && grace.count() > 0) {
+    while (!state_.failed.load() && !end.expired()) {
       {
         const std::lock_guard lock(mutex_);
-        if (!matcher_.has_sends()) break;
+        if (!matcher_.has_something_to_say()) return;
       }
-      if (end.expired()) break;
       if (!progress()) sleep_until_news(std::chrono::milliseconds(10), nullptr);
       look_around();
     }
+  } catch (...) {
+    // No memory: no more grace.
+  }
+}
+
+void PointToPoint::stop(const Error& why) noexcept {
+  try {
     {
       std::unique_lock lock(mutex_);
       stopped_ = true;
-      matcher_.fail_all(state_.failed.load() ? *state_.held_failure() : why);
+      const auto failure = state_.held_failure();
+      matcher_.fail_all(failure ? *failure : why);
       end_all(lock);
       stopping_.store(true);
     }
     busy_->notify_all();
     wake();
-    if (worker_.joinable()) worker_.join();
+    if (!worker_.joinable()) return;
+    // A tensor that is freed with its message may be the last thing that held the group.
+    if (worker_.get_id() == std::this_thread::get_id()) {
+      worker_.detach();
+    } else {
+      worker_.join();
+    }
   } catch (...) {
-    // No memory, or no lock: the thread is left to itself.
+    // No lock to be had: the thread is left to itself.
   }
 }
 

@@ -44,21 +44,31 @@ class PointToPoint {
 
   // Makes threads that sleep look up: the group has failed.
   void wake() noexcept;
-  // Lets sends finish for up to `grace`, then fails what is left with `why`, and ends the thread.
-  void stop(std::chrono::milliseconds grace, const Error& why) noexcept;
+  // Takes a receive back that no message has been found for yet; false if there is one, or it is done.
+  bool withdraw(const RequestPtr& request) noexcept;
+  // Lets sends, and answers to the peers, go out for up to `grace`.
+  void drain(std::chrono::milliseconds grace) noexcept;
+  // Fails what is left with `why`, and ends the thread. Idempotent.
+  void stop(const Error& why) noexcept;
 
  private:
   class Waiting;
+  class Sleeping;
 
   // One round of progress; false if nothing moved. Calls what is to be called at requests' ends.
   bool progress();
+  // Runs `step` on the matcher, under the lock; whatever it throws fails the group and every request.
+  template <typename Step>
+  void guarded(Step&& step);
   void end_all(std::unique_lock<std::mutex>& lock);
-  bool sleep_until_news(std::chrono::nanoseconds limit, const Request* request);
+  void sleep_until_news(std::chrono::nanoseconds limit, const Request* request);
   // What could have gone wrong: fails the group if it has, and somebody needs who is gone.
   void look_around();
   std::optional<Error> trouble_with(int peer) const;
   void start_worker();
+  void check_fork(const Request& request) const;
   void work();
+  void work_until_stopped();
   Error timed_out(const Request& request, const Deadline& deadline);
 
   Group::State& state_;

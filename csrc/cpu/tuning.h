@@ -32,6 +32,8 @@ inline constexpr std::size_t kZeroCopyBytes = 16 << 10;
 
 // Messages between two ranks up to here travel with their record; the sender does not wait for them.
 inline constexpr std::size_t kEagerBytes = 16 << 10;
+// Unless the receiver keeps as much as this already for receives that it has not posted.
+inline constexpr std::uint64_t kMostKept = 1 << 20;
 // As much of a longer one is moved before other messages are looked at again.
 inline constexpr std::size_t kPullBytes = 1 << 20;
 

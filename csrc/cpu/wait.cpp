@@ -158,7 +158,8 @@ void wait_for_any(const std::vector<BellWatch>& words, std::chrono::nanoseconds 
     until.tv_nsec = nanoseconds % 1'000'000'000;
     if (::syscall(kWaitv, entries, count, 0, &until, CLOCK_MONOTONIC) >= 0) return;
     if (errno == ETIMEDOUT || errno == EAGAIN || errno == EINTR) return;
-    missing.store(true, std::memory_order_relaxed);  // ENOSYS, or a sandbox that does not know it
+    // A kernel, or a sandbox, that does not know it.
+    if (errno == ENOSYS || errno == EPERM || errno == EINVAL) missing.store(true, std::memory_order_relaxed);
   }
   const timespec pause{0, static_cast<long>(std::min<std::int64_t>(limit.count(), 1'000'000))};
   ::nanosleep(&pause, nullptr);

@@ -416,6 +416,47 @@ TEST(PointToPoint, WhatWasSentBeforeLeavingArrives) {
   });
 }
 
+// Leaving gives a sender its memory back, and it may write there at once: a peer that fetches the message
+// later must not take what it finds for the message.
+TEST(PointToPoint, WhatIsTakenBackByLeavingIsNotReceived) {
+  expect_ranks(2, [](Group& group) {
+    Numbers numbers(300000, true);
+    if (group.rank() == 0) {
+      numbers.fill(1);
+      const RequestPtr request = send(group, numbers, 1);
+      request->at_end = [&](const Request&) {
+        numbers.fill(9);
+        std::this_thread::sleep_for(milliseconds(700));
+      };
+      group.leave("done");  // after three seconds of grace
+      return;
+    }
+    std::this_thread::sleep_for(milliseconds(3400));
+    Numbers received(300000, false);
+    expect_error([&] { wait(group, receive(group, received, 0)); }, ErrorKind::kPeerLeft, "rank 0 has left");
+  });
+}
+
+TEST(PointToPoint, AReceiveThatIsWithdrawnTakesNoMessage) {
+  expect_ranks(2, [](Group& group) {
+    Numbers first(10, false);
+    Numbers second(10, false);
+    if (group.rank() == 0) {
+      group.barrier(soon());
+      second.fill(4);
+      wait(group, send(group, second, 1));
+    } else {
+      const RequestPtr request = receive(group, first, 0);
+      require(group.point_to_point().withdraw(request) && request->done(), "not withdrawn");
+      require(!group.point_to_point().withdraw(request), "withdrawn twice");
+      group.barrier(soon());
+      wait(group, receive(group, second, 0));
+      second.expect(4, "the second receive");
+      first.expect(-1, "the first receive");
+    }
+  });
+}
+
 TEST(PointToPoint, AnAbortEndsWhatIsPending) {
   expect_ranks(2, [](Group& group) {
     const RequestPtr request = receive(group, Numbers(1, false), 1 - group.rank(), 3);

@@ -180,6 +180,9 @@ def test_from_shared_memory_without_copies():
 def misfits(rank, world_size):
     with pytest.raises(ValueError, match="the peer is rank 5, expected another rank of the group's 2"):
         fccl.backend_of().send([torch.ones(1)], 5, 0)
+    for call in (dist.send, dist.isend, dist.irecv):
+        with pytest.raises(ValueError, match="rank -1"):
+            call(torch.ones(1), -1)
     with pytest.raises(ValueError, match="expected a dense"):
         fccl.backend_of().send([torch.ones(2, 2).to_sparse()], 1 - rank, 0)
     with pytest.raises(ValueError, match="share memory"):
@@ -216,16 +219,24 @@ def patience(rank, world_size):
         ):
             work.wait(timedelta(milliseconds=100))
         # The group's time, and what has come instead.
-        with pytest.raises(dist.DistBackendError, match="not done after 1000 ms.*rank 1 has sent tag 7"):
-            dist.recv(torch.zeros(5), 1, tag=3)
+        kept = torch.zeros(5)
+        with pytest.raises(
+            dist.DistBackendError, match="not done after 1000 ms.*rank 1 has sent tag 7.*has been given up"
+        ):
+            dist.recv(kept, 1, tag=3)
         dist.barrier()
         work.wait()
         dist.recv(torch.zeros(1), 1, tag=7)
+        # The message that came too late is the next receive's.
+        tensor = torch.zeros(5)
+        dist.recv(tensor, 1, tag=3)
+        assert tensor.eq(3).all() and kept.eq(0).all()
     else:
         dist.send(torch.ones(1), 0, tag=7)
         time.sleep(1.5)
         dist.barrier()
         dist.send(torch.ones(5), 0, tag=2)
+        dist.send(torch.full((5,), 3.0), 0, tag=3)
 
 
 def test_a_wait_that_is_over_loses_nothing():
@@ -241,8 +252,10 @@ def interrupted(rank, world_size):
         with pytest.raises(KeyboardInterrupt):
             work.wait()
         assert time.monotonic() - start < 5
-        dist.barrier()  # the group is usable, and so is the receive
-        work.wait()
+        with pytest.raises(dist.DistBackendError, match="was given up"):
+            work.wait()
+        dist.barrier()  # the group is usable
+        dist.recv(tensor, 1)
         assert tensor.eq(1).all()
     else:
         dist.barrier()
@@ -295,6 +308,58 @@ def test_what_was_sent_before_leaving_arrives():
     run_ranks(left_behind, 2)
 
 
+def flooded(rank, world_size):
+    """Messages that nobody asks for are kept up to a limit; beyond that their senders wait."""
+    count, numbers = 400, 4000  # 16 kB each
+    if rank == 0:
+        works = [dist.isend(message(i, numbers), 1, tag=1) for i in range(count)]
+        time.sleep(1)
+        completed = sum(work.is_completed() for work in works)
+        assert 10 < completed < 150, completed
+        dist.barrier()
+        for work in works:
+            work.wait()
+        dist.send(torch.zeros(1), 1, tag=99)
+    else:
+        control = dist.irecv(torch.zeros(1), 0, tag=99)  # has messages looked at
+        dist.barrier()
+        for i in range(count):
+            tensor = torch.zeros(numbers)
+            dist.recv(tensor, 0, tag=1)
+            assert tensor.equal(message(i, numbers)), i
+        control.wait()
+
+
+def test_a_flood_is_held_back():
+    run_ranks(flooded, 2)
+
+
+def forked(rank, world_size):
+    """A child has no business with its parent's messages."""
+    tensor = torch.zeros(LARGE)
+    work = dist.irecv(tensor, 1 - rank)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for call in (work.is_completed, work.wait, lambda: dist.send(torch.ones(3), 1 - rank)):
+                with pytest.raises(dist.DistBackendError, match="fork"):
+                    call()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.barrier()
+    dist.isend(message(rank, LARGE), 1 - rank)
+    work.wait()
+    assert tensor.equal(message(1 - rank, LARGE))
+    dist.barrier()
+
+
+def test_a_forked_child_leaves_messages_alone():
+    run_ranks(forked, 2)
+
+
 # ---- what it does without ----
 
 
@@ -316,11 +381,10 @@ def without_gloo(rank, world_size):
     dist.all_reduce(tensor)
     dist.all_to_all_single(torch.zeros(4), torch.ones(4))
     dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
-    before = [name for name in thread_names() if "gloo" in name]
     dist.all_reduce(torch.ones(3).to_sparse())
-    return before, [name for name in thread_names() if "gloo" in name]
+    return [name for name in thread_names() if "gloo" in name]
 
 
-def test_there_is_no_gloo_until_it_is_needed():
-    for before, after in run_ranks(without_gloo, 2):
-        assert before == [] and after != []
+def test_there_is_no_gloo_where_memory_is_shared():
+    assert run_ranks(without_gloo, 2) == [[], []]
+    assert all(run_ranks(without_gloo, 2, env={"FCCL_SHM": "0"})), "the name of its threads has changed"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fccl.bench.buffers import Buffer, Layout
-from fccl.bench.pattern import Pattern
+from fccl.bench.pattern import Pattern, count_wrong, fill
 
 if TYPE_CHECKING:
     from fccl.bench.board import Board
@@ -138,3 +138,15 @@ class SharedCase(Case):
     def piece_salt(self, salt: int, to: int) -> int:
         """Tells the pieces for different ranks apart."""
         return salt + 17 * to
+
+    def fill_pieces(self, whole: torch.Tensor, giver: int, salt: int) -> None:
+        """Writes what `giver` has for each rank, one piece after the other."""
+        for to, piece in enumerate(whole.chunk(self.ranks)):
+            fill(piece, self.pattern.source(giver, self.piece_salt(salt, to), len(piece)))
+
+    def count_wrong_pieces(self, whole: torch.Tensor, salt: int) -> int:
+        """Number of wrong elements of pieces from all ranks, one after the other."""
+        return sum(
+            count_wrong(piece, self.pattern.source(rank, salt, len(piece)))
+            for rank, piece in enumerate(whole.chunk(self.ranks))
+        )

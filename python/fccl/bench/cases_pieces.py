@@ -31,8 +31,7 @@ class ReduceScatter(SharedCase):
 
     def prepare(self, buffer: Buffer, salt: int) -> None:
         source, output = buffer.tensors
-        for to, piece in enumerate(source.chunk(self.ranks)):
-            fill(piece, self.pattern.source(self.rank, self.piece_salt(salt, to), len(piece)))
+        self.fill_pieces(source, self.rank, salt)
         output.fill_(self.pattern.poison())
 
     def bind(self, buffer: Buffer, group: dist.ProcessGroup, async_op: bool) -> Call:
@@ -55,8 +54,7 @@ class AllToAll(SharedCase):
 
     def prepare(self, buffer: Buffer, salt: int) -> None:
         source, output = buffer.tensors
-        for to, piece in enumerate(source.chunk(self.ranks)):
-            fill(piece, self.pattern.source(self.rank, self.piece_salt(salt, to), len(piece)))
+        self.fill_pieces(source, self.rank, salt)
         output.fill_(self.pattern.poison())
 
     def bind(self, buffer: Buffer, group: dist.ProcessGroup, async_op: bool) -> Call:
@@ -64,11 +62,7 @@ class AllToAll(SharedCase):
         return functools.partial(dist.all_to_all_single, output, source, None, None, group, async_op)
 
     def count_wrong(self, buffer: Buffer, salt: int) -> int:
-        salt = self.piece_salt(salt, self.rank)
-        return sum(
-            count_wrong(piece, self.pattern.source(rank, salt, len(piece)))
-            for rank, piece in enumerate(buffer.tensors[1].chunk(self.ranks))
-        )
+        return self.count_wrong_pieces(buffer.tensors[1], self.piece_salt(salt, self.rank))
 
 
 class Gather(SharedCase):
@@ -94,10 +88,7 @@ class Gather(SharedCase):
     def count_wrong(self, buffer: Buffer, salt: int) -> int:
         if self.rank != self.root:
             return 0
-        return sum(
-            count_wrong(piece, self.pattern.source(rank, salt, len(piece)))
-            for rank, piece in enumerate(buffer.tensors[1].chunk(self.ranks))
-        )
+        return self.count_wrong_pieces(buffer.tensors[1], salt)
 
 
 class Scatter(SharedCase):
@@ -112,8 +103,7 @@ class Scatter(SharedCase):
 
     def prepare(self, buffer: Buffer, salt: int) -> None:
         whole, output = buffer.tensors
-        for to, piece in enumerate(whole.chunk(self.ranks)):
-            fill(piece, self.pattern.source(self.root, self.piece_salt(salt, to), len(piece)))
+        self.fill_pieces(whole, self.root, salt)
         output.fill_(self.pattern.poison())
 
     def bind(self, buffer: Buffer, group: dist.ProcessGroup, async_op: bool) -> Call:

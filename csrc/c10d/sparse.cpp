@@ -1,4 +1,4 @@
-// Sparse sums, which the inner backend (Gloo) does on shared-memory groups, too, and the monitored barrier.
+// Sparse sums and the monitored barrier.
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -10,6 +10,66 @@ namespace fccl::c10d_backend {
 namespace {
 
 using ::c10d::OpType;
+
+void divide(at::Tensor values, int by) {
+  if (at::isIntegralType(values.scalar_type(), true)) {
+    values.div_(by, "trunc");
+  } else {
+    values.div_(by);
+  }
+}
+
+void sum_over_gloo(Carrier& carrier, const at::Tensor& tensor, ReduceOp op, const Deadline& deadline) {
+  std::vector<at::Tensor> tensors{tensor};
+  ::c10d::AllreduceOptions options;
+  options.timeout = inner_timeout(deadline);
+  carrier.wait_for(*carrier.inner()->allreduce(tensors, options), deadline);
+  PlainDispatch guard;
+  if (op == ReduceOp::kAvg) divide(tensors[0]._values(), carrier.size());
+}
+
+// All ranks' rows, of which each rank has its own number, one rank's after the other's.
+std::vector<at::Tensor> gather_rows(Carrier& carrier, const at::Tensor& own,
+                                    const std::vector<std::int64_t>& numbers, const Deadline& deadline) {
+  std::vector<at::Tensor> all;
+  std::vector<void*> places;
+  std::vector<std::size_t> counts;
+  for (const std::int64_t number : numbers) {
+    std::vector<std::int64_t> shape = own.sizes().vec();
+    shape[0] = number;
+    all.push_back(at::empty(shape, own.options()));
+    places.push_back(all.back().mutable_data_ptr());
+    counts.push_back(static_cast<std::size_t>(all.back().numel()));
+  }
+  carrier.all_gather(own.const_data_ptr(), places, counts, dtype_of(own.scalar_type()), true, deadline);
+  return all;
+}
+
+// Each rank gathers what all have and adds it up in rank order; 16-bit floats in float32, rounded once.
+void sum_on_engine(Carrier& carrier, const at::Tensor& tensor, ReduceOp op, const Deadline& deadline) {
+  PlainDispatch guard;
+  const at::Tensor own = tensor.coalesce();
+  const at::ScalarType type = own.scalar_type();
+  const bool narrow = type == at::kHalf || type == at::kBFloat16;
+  std::vector<std::int64_t> numbers(static_cast<std::size_t>(carrier.size()));
+  const std::int64_t number = own._nnz();
+  std::vector<void*> places;
+  for (std::int64_t& each : numbers) places.push_back(&each);
+  carrier.all_gather(&number, places, std::vector<std::size_t>(numbers.size(), 1), DType::kInt64, false,
+                     deadline);
+  const auto indices = gather_rows(carrier, own._indices().t().contiguous(), numbers, deadline);
+  const auto values = gather_rows(carrier, own._values().contiguous(), numbers, deadline);
+  at::Tensor total;
+  for (std::size_t rank = 0; rank < numbers.size(); ++rank) {
+    at::Tensor part = at::_sparse_coo_tensor_unsafe(
+        indices[rank].t(), narrow ? values[rank].to(at::kFloat) : values[rank], own.sizes());
+    part._coalesced_(true);
+    total = rank == 0 ? part : total.add(part);
+  }
+  total = total.coalesce();
+  if (op == ReduceOp::kAvg) divide(total._values(), carrier.size());
+  tensor.copy_(narrow ? total.to(type) : total);
+}
 
 std::string who_failed(Carrier& carrier, const Deadline& deadline, bool all) {
   const std::string time = std::to_string(deadline.span().count()) + " ms";
@@ -53,18 +113,10 @@ FcclBackend::WorkPtr FcclBackend::sparse_all_reduce(const Call& sparse_call, Ten
     call.output_count = cpu::fingerprint(shape);
     carrier.gate(call, deadline);
     if (carrier.size() == 1) return;
-    std::vector<at::Tensor> inputs{tensor};
-    ::c10d::AllreduceOptions options;
-    options.timeout = inner_timeout(deadline);
-    carrier.wait_for(*carrier.inner().allreduce(inputs, options), deadline);
-    if (op == ReduceOp::kAvg) {
-      PlainDispatch guard;
-      at::Tensor values = inputs[0]._values();
-      if (at::isIntegralType(values.scalar_type(), true)) {
-        values.div_(carrier.size(), "trunc");
-      } else {
-        values.div_(carrier.size());
-      }
+    if (carrier.mode() == Carrier::Mode::kInner) {
+      sum_over_gloo(carrier, tensor, op, deadline);
+    } else {
+      sum_on_engine(carrier, tensor, op, deadline);
     }
   });
 }
@@ -86,7 +138,7 @@ void FcclBackend::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait
     if (carrier.mode() == Carrier::Mode::kInner) {
       ::c10d::BarrierOptions options;
       options.timeout = inner_timeout(deadline);
-      carrier.inner().monitoredBarrier(options, wait_all_ranks);
+      carrier.inner()->monitoredBarrier(options, wait_all_ranks);
       return;
     }
     try {
