@@ -92,7 +92,8 @@ void bind_backend(py::module_& m) {
       .def_property_readonly("why_inner", &FcclBackend::why_inner,
                              "Why the shared-memory engine does not carry this group; empty while it does.")
       .def_property_readonly("zero_copy_count", &FcclBackend::zero_copy_count,
-                             "Finished collectives that found their tensors in the ranks' arenas.")
+                             "Finished collectives, and messages sent or received, that found their tensors "
+                             "in the ranks' arenas.")
       .def_property_readonly("why_no_zero_copy", &FcclBackend::why_no_zero_copy,
                              "Why no collective of this group can do without copies; empty if some may.")
       .def("collective_counts", &FcclBackend::collective_counts,
