@@ -70,7 +70,7 @@ $(STAMPS)/venv:
 
 $(TORCH_STAMP): $(STAMPS)/venv
 	$(PIP) install '$(TORCH)' numpy ninja 'cmake>=3.25' 'scikit-build-core>=0.10'
-	$(PY) -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS).new
+	$(PY) -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' > $(CONSTRAINTS).new
 	mv $(CONSTRAINTS).new $(CONSTRAINTS)
 	rm -f $(STAMPS)/torch-* $(STAMPS)/installed $(STAMPS)/lint
 	touch $@

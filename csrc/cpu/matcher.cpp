@@ -78,7 +78,7 @@ void Matcher::post_send(const RequestPtr& request) {
   record.tag = request->tag;
   record.count = request->count;
   record.bytes = request->bytes();
-  if (record.bytes <= kEagerBytes && own.kept_by_peer() < kMostKept) {
+  if (record.bytes <= kEagerBytes) {
     record.kind = RecordKind::kEager;
     peer.queue.push_back({record, request});
   } else {
@@ -373,7 +373,14 @@ bool Matcher::fetch(int rank, Peer& peer) {
 bool Matcher::flush(Peer& peer) {
   bool moved = false;
   while (!peer.queue.empty()) {
-    const Outgoing& out = peer.queue.front();
+    Outgoing& out = peer.queue.front();
+    // Now and not when it was posted: much may have been waiting for room in the ring.
+    if (out.request && peer.lane->kept_by_peer() >= kMostKept) {
+      out.record.kind = RecordKind::kOffer;
+      out.record.at = locate(state_, out.request->data, out.record.bytes);
+      peer.offered.emplace(out.record.id, std::move(out.request));
+      out.request = nullptr;
+    }
     if (!peer.lane->write(out.record, out.request ? out.request->data : nullptr)) break;
     if (out.request) end(out.request);
     peer.queue.pop_front();
