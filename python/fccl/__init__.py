@@ -2,6 +2,12 @@
 
 ``import fccl`` registers the c10d backend ``"fccl"``; nothing else is needed before
 ``torch.distributed.init_process_group("fccl")``. The compiled module is loaded at the first use.
+
+- ``empty``, ``zeros``, ``empty_like``: tensors in memory that the ranks share; ``is_shared``, ``memory_stats``,
+  ``release_cached``: about them; ``shared_buckets``: for the gradients of ``DistributedDataParallel``
+- ``hooks``: gradient hooks in C++
+- ``lightning``, ``pytorch_lightning``: strategies
+- ``backend_of``: what carries a process group; ``is_available``
 """
 
 from __future__ import annotations
@@ -80,3 +86,7 @@ def __getattr__(name: str) -> Any:
     if name in _FROM_MEMORY:
         return getattr(importlib.import_module("fccl.memory"), name)
     raise AttributeError(f"module 'fccl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

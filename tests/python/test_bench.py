@@ -332,6 +332,8 @@ def test_rows() -> None:
             "--plot: 'picture.doc' does not end in a kind of picture: .*png",
         ),
         (["train", "--models", "gpt"], "unknown model 'gpt'; there are mlp, cnn, transformer"),
+        (["train", "--plot", "picture.png"], "train has no picture"),
+        (["barrier", "--plot", "picture.png"], "barrier has no sizes to draw"),
         (["train", "--ranks", "1"], "one rank has nothing to communicate"),
         (["train", "--compare", "nvlink"], "'nvlink' cannot train"),
         (["send_recv", "--ranks", "1"], "--ranks must be at least 2"),

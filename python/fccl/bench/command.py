@@ -288,6 +288,8 @@ def run(args: argparse.Namespace, command_line: list[str]) -> int:
     try:
         config = make_config(args, notes)
         if args.plot is not None:
+            if config.plans[-1].size == 0:
+                raise ValueError(f"--plot: {args.op} has no sizes to draw")
             check_plot(args.plot)
         if "fccl" in config.backends:
             from fccl import _extension

@@ -25,6 +25,8 @@ def make_train_config(args: argparse.Namespace) -> BenchConfig:
     """
     from fccl.bench.models import MODELS
 
+    if args.plot is not None:
+        raise ValueError("--plot: train has no picture; --json writes its numbers")
     names = [name.strip() for name in args.models.split(",") if name.strip()]
     for name in names:
         if name not in MODELS:
