@@ -12,9 +12,10 @@
 //     by chunk through the lane's slots, message after message in the order of the kGo's; so both sides know
 //     what each chunk is part of.
 //
-// A receiver may be fetching a message out of the sender's arena while the group fails at the sender, who
-// then may write to it: sender: status = failed; write. Receiver: fetch; look at the status. If it has
-// fetched what was written later, it sees the status as well, and does not take the message for a good one.
+// A receiver may be fetching a message out of the sender's arena while the sender fails or leaves, who
+// then may write to it: sender: status = failed or left; write. Receiver: fetch; look at the status. If it
+// has fetched what was written later, it sees the status as well, and does not take the message for a good
+// one.
 #pragma once
 
 #include <atomic>
