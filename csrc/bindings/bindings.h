@@ -6,6 +6,7 @@
 namespace fccl::bindings {
 
 void bind_backend(py::module_& m);
+void bind_direct(py::module_& m);
 void bind_hooks(py::module_& m);
 void bind_memory(py::module_& m);
 

@@ -44,6 +44,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("selected_isa", [] { return std::string(fccl::cpu::name_of(fccl::cpu::selected_isa())); });
   m.def("why_no_shared_memory", &fccl::cpu::why_no_shared_memory, py::call_guard<py::gil_scoped_release>());
   fccl::bindings::bind_backend(m);
+  fccl::bindings::bind_direct(m);
   fccl::bindings::bind_hooks(m);
   fccl::bindings::bind_memory(m);
 }

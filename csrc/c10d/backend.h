@@ -51,6 +51,7 @@ class FcclBackend final : public ::c10d::Backend {
 
   // ---- what fccl adds ----
   std::string engine() const;  // "shared-memory" or "inner"
+  bool host_only() const noexcept { return !cuda_factory_; }
   std::string why_inner() const { return carrier_->why_inner(); }
   // Of the finished collectives, how many found their tensors in the ranks' arenas; why none ever will.
   std::uint64_t zero_copy_count() const;

@@ -7,6 +7,8 @@
   ``release_cached``: about them; ``shared_buckets``: for the gradients of ``DistributedDataParallel``
 - ``hooks``: gradient hooks in C++
 - ``lightning``, ``pytorch_lightning``: strategies
+- ``all_reduce``, ``all_gather_into_tensor``, ``broadcast``, ``barrier``: torch's, without the microseconds that its
+  Python wrapper takes
 - ``backend_of``: what carries a process group; ``is_available``
 """
 
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
     from fccl import hooks as hooks
     from fccl._C import FcclBackend
+    from fccl.direct import all_gather_into_tensor as all_gather_into_tensor
+    from fccl.direct import all_reduce as all_reduce
+    from fccl.direct import barrier as barrier
+    from fccl.direct import broadcast as broadcast
     from fccl.memory import empty as empty
     from fccl.memory import empty_like as empty_like
     from fccl.memory import is_shared as is_shared
@@ -32,18 +38,22 @@ if TYPE_CHECKING:
     from fccl.memory import zeros as zeros
 
 # Loaded when first used: the registration path stays light, because torch runs it at `import torch`.
-_LAZY_MODULES = ("hooks", "lightning", "memory", "pytorch_lightning", "bench")
-_FROM_MEMORY = (
-    "empty",
-    "empty_like",
-    "is_shared",
-    "memory_stats",
-    "release_cached",
-    "shared_buckets",
-    "zeros",
-)
+_LAZY_MODULES = ("direct", "hooks", "lightning", "memory", "pytorch_lightning", "bench")
+_LAZY_FUNCTIONS = {
+    "all_gather_into_tensor": "direct",
+    "all_reduce": "direct",
+    "barrier": "direct",
+    "broadcast": "direct",
+    "empty": "memory",
+    "empty_like": "memory",
+    "is_shared": "memory",
+    "memory_stats": "memory",
+    "release_cached": "memory",
+    "shared_buckets": "memory",
+    "zeros": "memory",
+}
 
-__all__ = ["__version__", "backend_of", "hooks", "is_available", *_FROM_MEMORY]
+__all__ = ["__version__", "backend_of", "hooks", "is_available", *_LAZY_FUNCTIONS]
 
 _registration.register()
 
@@ -83,8 +93,10 @@ def backend_of(group: ProcessGroup | None = None) -> FcclBackend:
 def __getattr__(name: str) -> Any:
     if name in _LAZY_MODULES:
         return importlib.import_module(f"fccl.{name}")
-    if name in _FROM_MEMORY:
-        return getattr(importlib.import_module("fccl.memory"), name)
+    if name in _LAZY_FUNCTIONS:
+        function = getattr(importlib.import_module(f"fccl.{_LAZY_FUNCTIONS[name]}"), name)
+        globals()[name] = function  # found at once from now on
+        return function
     raise AttributeError(f"module 'fccl' has no attribute {name!r}")
 
 

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import direct
+
 _MAGIC = b"FCOB"
 _MAX_DIMS = 8
 # magic, kind, number of dimensions, flags, a byte of padding, bytes in the body, dtype, shape
@@ -124,7 +126,7 @@ def _send(obj: Any, src: int, control_device: torch.device, root_device: torch.d
     if failure is not None:
         raise failure
     if not header.is_inline:
-        dist.broadcast(body.to(_wire_device(header, control_device, root_device)), src)
+        direct.broadcast(body.to(_wire_device(header, control_device, root_device)), src)
 
 
 def _receive(src: int, control_device: torch.device, root_device: torch.device) -> Any:
@@ -137,7 +139,7 @@ def _receive(src: int, control_device: torch.device, root_device: torch.device) 
         device = _wire_device(header, control_device, root_device)
         body = torch.empty(header.nbytes, dtype=torch.uint8, device=device)
         if header.nbytes:
-            dist.broadcast(body, src)
+            direct.broadcast(body, src)
     if header.kind == _ERROR:
         text = bytes(body.tolist()).decode(errors="replace")
         raise RuntimeError(
@@ -152,7 +154,7 @@ def _broadcast_header(data: bytearray, src: int, device: torch.device) -> None:
     """Broadcasts ``data`` in place."""
     host = torch.frombuffer(data, dtype=torch.uint8)
     wire = host.to(device)
-    dist.broadcast(wire, src)
+    direct.broadcast(wire, src)
     if wire is not host:
         host.copy_(wire)
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import direct
+
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
@@ -94,7 +96,7 @@ def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> Ten
             op = {_SUM: dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT: dist.ReduceOp.MIN}.get(op, op)
         # Gloo reads a strided tensor as if it were dense.
         work = work.contiguous()
-    dist.all_reduce(work, op=op, group=group)
+    direct.all_reduce(work, op, group)
     if work.layout == torch.strided and work.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(work)
@@ -124,13 +126,8 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         source, target = tensor.contiguous().reshape(-1), gathered.view(-1)
         if not _is_native(tensor, group):  # Gloo refuses some dtypes, but bytes are bytes
             source, target = source.view(torch.uint8), target.view(torch.uint8)
-        _all_gather_flat()(target, source, group=group)
+        direct.all_gather_into_tensor(target, source, group)
     return gathered
-
-
-def _all_gather_flat() -> Any:
-    """The collective by its name in this torch: the new one came with 2.13, where the old one warns."""
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _AllGather(torch.autograd.Function):

@@ -170,6 +170,9 @@ def _rank_main(setup_path: str, channel_fd: int) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    if "torch.distributed" in sys.modules:
+        # torch read this one when it was imported, in the zygote.
+        sys.modules["torch.distributed"].set_debug_level_from_env()
     channel = socket.socket(fileno=channel_fd)
     ok = True
     try:

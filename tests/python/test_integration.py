@@ -213,6 +213,7 @@ def test_profiler_shows_collectives_by_name_and_size():
 
 
 def detailed(rank, world_size):
+    assert "Wrapper" in type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
     tensor = torch.ones(5)
     dist.all_reduce(tensor)
     assert tensor.eq(world_size).all()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fccl
+from fccl import direct
 from lightning_testing import (
     NAMESPACES,
     data,
@@ -241,11 +242,11 @@ def metrics(rank, world, folder, backend):
     model = small_model(pl, training_step=training_step)
     model.accuracy = torchmetrics.classification.BinaryAccuracy()
     trainer = trainer_of(pl, ours.DDPStrategy(process_group_backend=backend), folder)
-    with mock.patch.object(dist, "barrier", wraps=dist.barrier) as barrier:
+    with mock.patch.object(direct, "barrier", wraps=direct.barrier) as barrier:
         trainer.fit(model, data())
         in_fit = barrier.call_count
-        before = mock.Mock(wraps=dist.all_reduce)
-        with mock.patch.object(dist, "all_reduce", before):
+        before = mock.Mock(wraps=direct.all_reduce)
+        with mock.patch.object(direct, "all_reduce", before):
             for _ in range(5):
                 trainer.strategy.reduce(torch.ones(3), reduce_op="mean")
                 trainer.strategy.reduce(torch.ones(3, dtype=torch.int64), reduce_op="mean")

@@ -6,7 +6,7 @@ Each case runs over fccl and over Gloo: a strategy with another backend must be 
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import math
 import pathlib
 import pickle
@@ -17,18 +17,19 @@ import torch
 import torch.distributed as dist
 
 from fccl import _object_broadcast as ob
-from fccl import _tensor_ops
+from fccl import _tensor_ops, direct
 from fccl_testing import run_ranks
 
 CPU = torch.device("cpu")
 BACKENDS = ("fccl", "gloo")
-GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+GATHER = "all_gather_into_tensor"
 
 
 @contextlib.contextmanager
 def counted_collectives():
-    """Counts calls of torch.distributed's collectives by name, as ``{"all_reduce": 1}``."""
+    """Counts calls of collectives by name, as ``{"all_reduce": 1}``: torch's, and fccl's own beneath them."""
     counts: dict[str, int] = {}
+    depth = 0  # a direct call that goes through torch is one call
     with contextlib.ExitStack() as stack:
         names = (
             "all_reduce",
@@ -38,14 +39,22 @@ def counted_collectives():
             "all_gather_into_tensor",
             "barrier",
         )
-        for name in filter(functools.partial(hasattr, dist), names):
-            original = getattr(dist, name)
+        for module, name in itertools.product((dist, direct), names):
+            original = getattr(module, name, None)
+            if original is None:
+                continue
 
             def counting(*args, _name=name, _original=original, **kwargs):
-                counts[_name] = counts.get(_name, 0) + 1
-                return _original(*args, **kwargs)
+                nonlocal depth
+                if depth == 0:
+                    counts[_name] = counts.get(_name, 0) + 1
+                depth += 1
+                try:
+                    return _original(*args, **kwargs)
+                finally:
+                    depth -= 1
 
-            stack.enter_context(mock.patch.object(dist, name, counting))
+            stack.enter_context(mock.patch.object(module, name, counting))
         yield counts
 
 
