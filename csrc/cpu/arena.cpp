@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <exception>
 #include <iterator>
 #include <memory>
@@ -116,14 +115,9 @@ std::byte* Arena::take_block(std::size_t size, const std::string& owner) {
     if (!place) return nullptr;
     offset = *place;
     const auto entry = blocks_.emplace(offset, std::move(block)).first;
-    // Memory is put under the block here, by the thread that asks for it (on the NUMA node it runs on): a
-    // store into a hole that cannot be filled would raise SIGBUS, in a peer too.
-    int error = 0;
-    do {
-      error = ::posix_fallocate(memory_.descriptor().get(), static_cast<off_t>(offset),
-                                static_cast<off_t>(rounded));
-    } while (error == EINTR);
-    if (error != 0) {
+    // Memory is put under the block here: a store into a hole that cannot be filled would raise SIGBUS, in a
+    // peer too.
+    if (memory_.put_memory(offset, rounded) != 0) {
       punch(offset, rounded);
       blocks_.erase(entry);
       map_.give_back(offset, rounded);
@@ -140,7 +134,9 @@ std::byte* Arena::take_block(std::size_t size, const std::string& owner) {
 std::optional<std::uint64_t> Arena::find_place(std::uint64_t size) {
   // A quarter of what is left stays for the program itself; the kernel answers more than there is not by an
   // error but by killing a process.
-  return size > available_memory() / 4 * 3 ? std::nullopt : map_.take(size);
+  if (size > available_memory() / 4 * 3) return std::nullopt;
+  static const bool large = large_pages() != LargePages::kNever;
+  return map_.take(size, large && size >= kLargePage ? kLargePage : 1);
 }
 
 void Arena::free(std::byte* data) noexcept {

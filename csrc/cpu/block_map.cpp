@@ -1,5 +1,6 @@
 #include "cpu/block_map.h"
 
+#include <algorithm>
 #include <iterator>
 
 namespace fccl::cpu {
@@ -17,13 +18,22 @@ void BlockMap::erase(Parts::iterator part) {
   by_offset_.erase(part);
 }
 
-std::optional<std::uint64_t> BlockMap::take(std::uint64_t size) {
-  const auto fit = by_size_.lower_bound({size, 0});
-  if (fit == by_size_.end()) return std::nullopt;
-  const auto [room, offset] = *fit;
-  erase(by_offset_.find(offset));
-  insert(offset + size, room - size);
-  return offset;
+std::optional<std::uint64_t> BlockMap::take(std::uint64_t size, std::uint64_t alignment) {
+  const auto first = by_size_.lower_bound({size, 0});
+  if (first == by_size_.end()) return std::nullopt;
+  const auto skip = [alignment](std::uint64_t offset) {
+    return (alignment - offset % alignment) % alignment;
+  };
+  auto fit = std::find_if(first, by_size_.end(),
+                          [&](const auto& part) { return part.first - size >= skip(part.second); });
+  const bool aligned = fit != by_size_.end();
+  if (!aligned) fit = first;
+  const auto [room, begin] = *fit;
+  const std::uint64_t skipped = aligned ? skip(begin) : 0;
+  erase(by_offset_.find(begin));
+  insert(begin, skipped);
+  insert(begin + skipped + size, room - skipped - size);
+  return begin + skipped;
 }
 
 void BlockMap::give_back(std::uint64_t offset, std::uint64_t size) {

@@ -15,8 +15,9 @@ class BlockMap {
  public:
   explicit BlockMap(std::uint64_t capacity) { insert(0, capacity); }
 
-  // The offset of `size` bytes (> 0) that are free no longer, or nothing.
-  std::optional<std::uint64_t> take(std::uint64_t size);
+  // The offset of `size` bytes (> 0) that are free no longer, or nothing. A multiple of `alignment` if there
+  // is room for that.
+  std::optional<std::uint64_t> take(std::uint64_t size, std::uint64_t alignment = 1);
   // Makes free what take() gave, or a part of it.
   void give_back(std::uint64_t offset, std::uint64_t size);
 

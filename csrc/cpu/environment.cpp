@@ -127,6 +127,33 @@ std::uint64_t arena_size() {
   return number > kNoLimit >> shift ? kNoLimit : number << shift;
 }
 
+LargePages large_pages(const std::string& folder) {
+  // The choice in force stands in brackets. Each size of page has one, which may defer to the one for all.
+  const auto chosen = [](const std::string& path) {
+    const std::string line = read_line(path);
+    const std::size_t begin = line.find('[');
+    const std::size_t end = line.find(']');
+    return end == std::string::npos || begin > end ? std::string() : line.substr(begin + 1, end - begin - 1);
+  };
+  const std::string all = chosen(folder + "/shmem_enabled");
+  const std::string of_size = chosen(folder + "/hugepages-2048kB/shmem_enabled");
+  // "force" and "deny" overrule everything; kernels before 6.10 have no choice for each size.
+  const bool defers = of_size.empty() || of_size == "inherit" || all == "force" || all == "deny";
+  const std::string& choice = defers ? all : of_size;
+  if (choice == "advise") return LargePages::kOnAdvice;
+  return choice == "always" || choice == "within_size" || choice == "force" ? LargePages::kByItself
+                                                                            : LargePages::kNever;
+}
+
+const char* name_of(LargePages pages) noexcept {
+  switch (pages) {
+    case LargePages::kNever: return "no";
+    case LargePages::kOnAdvice: return "asked for";
+    case LargePages::kByItself: return "by the system";
+  }
+  return "no";
+}
+
 void random_bytes(void* out, std::size_t size) {
   auto* bytes = static_cast<unsigned char*>(out);
   while (size > 0) {

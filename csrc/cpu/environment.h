@@ -27,6 +27,13 @@ bool shared_memory_enabled();
 // if it cannot be read.
 std::uint64_t arena_size();
 
+// Whether shared memory of this kernel's can lie on large pages (Documentation/admin-guide/mm/transhuge.rst
+// of Linux): never, where a program asks for it, or by itself.
+enum class LargePages { kNever, kOnAdvice, kByItself };
+constexpr std::size_t kLargePage = 2U << 20;
+LargePages large_pages(const std::string& folder = "/sys/kernel/mm/transparent_hugepage");
+const char* name_of(LargePages pages) noexcept;  // "no", "asked for", "by the system"
+
 // Bytes from the kernel's random generator.
 void random_bytes(void* out, std::size_t size);
 std::uint64_t random_u64();

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <string>
 
 #include "common/error.h"
@@ -14,8 +15,53 @@
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
 #endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
 
 namespace fccl::cpu {
+namespace {
+
+LargePages offered() noexcept {
+  static const LargePages pages = [] {
+    try {
+      return large_pages();
+    } catch (...) {
+      return LargePages::kNever;
+    }
+  }();
+  return pages;
+}
+
+// A large page is mapped as one only where its place in the file and its address agree.
+std::byte* map_shared(int fd, std::size_t size, int protection) {
+  constexpr int kFlags = MAP_SHARED | MAP_NORESERVE;
+  if (size < kLargePage) {
+    void* data = ::mmap(nullptr, size, protection, kFlags, fd, 0);
+    return data == MAP_FAILED ? nullptr : static_cast<std::byte*>(data);
+  }
+  const std::size_t room = size + kLargePage;
+  void* found = ::mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (found == MAP_FAILED) return nullptr;
+  auto* begin = static_cast<std::byte*>(found);
+  const std::size_t skipped =
+      (kLargePage - reinterpret_cast<std::uintptr_t>(begin) % kLargePage) % kLargePage;
+  void* data = ::mmap(begin + skipped, size, protection, kFlags | MAP_FIXED, fd, 0);
+  if (data == MAP_FAILED) {
+    const int error = errno;
+    ::munmap(begin, room);
+    errno = error;
+    return nullptr;
+  }
+  // Whole pages are mapped, and what lies behind the last one goes.
+  const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const std::size_t end = skipped + (size + page - 1) / page * page;
+  if (skipped != 0) ::munmap(begin, skipped);
+  if (end < room) ::munmap(begin + end, room - end);
+  return static_cast<std::byte*>(data);
+}
+
+}  // namespace
 
 void Descriptor::reset() noexcept {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
@@ -51,11 +97,27 @@ void Segment::allocate(std::size_t offset, std::size_t size) {
                                         " KiB was asked for and only " + std::to_string(available >> 10) +
                                         " KiB of memory are available here");
   }
-  int error = 0;
-  do {
-    error = ::posix_fallocate(descriptor_.get(), static_cast<off_t>(offset), static_cast<off_t>(size));
-  } while (error == EINTR);
+  const int error = put_memory(offset, size);
   if (error != 0) throw system_error("allocating " + std::to_string(size) + " bytes of shared memory", error);
+}
+
+int Segment::put_memory(std::size_t offset, std::size_t size) noexcept {
+  // By the thread that will use it: under the usual policy memory then lies on the NUMA node it runs on.
+  if (offered() == LargePages::kOnAdvice && offset % kLargePage == 0) {
+    // posix_fallocate() does not know of the mapping and its advice; being touched does. Where that is not to
+    // be had (Linux before 5.14) or fails, the way below says what is wrong.
+    const std::size_t whole = size / kLargePage * kLargePage;
+    if (whole != 0 && ::madvise(data_ + offset, whole, MADV_POPULATE_WRITE) == 0) {
+      offset += whole;
+      size -= whole;
+    }
+  }
+  int error = 0;
+  while (size != 0) {
+    error = ::posix_fallocate(descriptor_.get(), static_cast<off_t>(offset), static_cast<off_t>(size));
+    if (error != EINTR) break;
+  }
+  return error;
 }
 
 Segment Segment::reserve(std::size_t size) {
@@ -69,10 +131,10 @@ Segment Segment::reserve(std::size_t size) {
   if (::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     throw system_error("sealing shared memory", errno);
   }
-  void* data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (data == MAP_FAILED) throw system_error("mapping shared memory", errno);
-  segment.data_ = static_cast<std::byte*>(data);
+  segment.data_ = map_shared(fd, size, PROT_READ | PROT_WRITE);
+  if (segment.data_ == nullptr) throw system_error("mapping shared memory", errno);
   segment.size_ = size;
+  if (offered() == LargePages::kOnAdvice) ::madvise(segment.data_, size, MADV_HUGEPAGE);
   return segment;
 }
 
@@ -89,12 +151,12 @@ Segment Segment::open(const Descriptor& descriptor, std::size_t size, Access acc
                                         " bytes, expected " + std::to_string(size));
   }
   const int protection = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
-  void* data = ::mmap(nullptr, size, protection, MAP_SHARED | MAP_NORESERVE, descriptor.get(), 0);
-  if (data == MAP_FAILED) throw system_error("mapping a peer's shared memory", errno);
+  std::byte* data = map_shared(descriptor.get(), size, protection);
+  if (data == nullptr) throw system_error("mapping a peer's shared memory", errno);
   // A core dump of ours need not hold the peers' tensors.
   if (access == Access::kReadWrite) ::madvise(data, size, MADV_DONTDUMP);
   Segment segment;
-  segment.data_ = static_cast<std::byte*>(data);
+  segment.data_ = data;
   segment.size_ = size;
   return segment;
 }

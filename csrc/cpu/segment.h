@@ -45,6 +45,9 @@ class Segment {
   // available memory are looked at first, since the kernel answers a memfd that exceeds them by killing a
   // process, not by an error. Needs the descriptor.
   void allocate(std::size_t offset, std::size_t size);
+  // As allocate(), without that look and without exceptions: 0 or an errno, after which some of the part may
+  // have memory. On large pages where the system offers them and the part holds whole ones.
+  int put_memory(std::size_t offset, std::size_t size) noexcept;
   // reserve() and allocate() of the whole.
   static Segment create(std::size_t size);
 
@@ -54,6 +57,7 @@ class Segment {
   // shrinking or does not have exactly `size` bytes.
   static Segment open(const Descriptor& descriptor, std::size_t size, Access access = Access::kRead);
 
+  // Aligned to kLargePage if the segment is as large as one.
   std::byte* data() const noexcept { return data_; }
   std::size_t size() const noexcept { return size_; }
   // Valid for segments made here.

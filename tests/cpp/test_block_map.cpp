@@ -25,6 +25,27 @@ TEST(BlockMap, GivesTheSmallestPartThatFitsAtTheLowestAddress) {
   EXPECT_EQ(map.take(6), std::nullopt);
 }
 
+TEST(BlockMap, AlignsWhereThereIsRoomForIt) {
+  BlockMap map(64);
+  EXPECT_EQ(map.take(3), 0U);
+  EXPECT_EQ(map.take(16, 16), 16U);
+  EXPECT_EQ(map.take(13), 3U) << "what was left out in front of it is free";
+  EXPECT_EQ(map.take(16, 16), 32U);
+  EXPECT_EQ(map.take(4, 16), 48U);
+  EXPECT_EQ(map.take(12, 16), 52U) << "no room at a multiple of 16";
+  EXPECT_EQ(map.free_bytes(), 0U);
+}
+
+TEST(BlockMap, AlignedRequestsLookBeyondTheBestFit) {
+  BlockMap map(100);
+  EXPECT_EQ(map.take(1), 0U);
+  EXPECT_EQ(map.take(10), 1U);
+  EXPECT_EQ(map.take(1), 11U);
+  map.give_back(1, 10);  // fits best, and holds no multiple of 16
+  EXPECT_EQ(map.take(10, 16), 16U);
+  EXPECT_EQ(map.take(10), 1U);
+}
+
 TEST(BlockMap, TakesAllThereIsAndNoMore) {
   BlockMap map(64);
   EXPECT_EQ(map.take(65), std::nullopt);
@@ -57,7 +78,7 @@ TEST(BlockMap, NeverGivesAUnitTwiceAndLosesNone) {
     for (int step = 0; step < 400; ++step) {
       if (held.empty() || random() % 5 < 3) {
         const std::uint64_t size = 1 + random() % (random() % 4 == 0 ? 128 : 16);
-        const auto offset = map.take(size);
+        const auto offset = map.take(size, random() % 2 == 0 ? 8 : 1);
         if (!offset) {
           // Then there is no gap of that size either.
           std::uint64_t gap = 0;

@@ -6,6 +6,10 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
 
 #include "common/error.h"
 #include "cpu/environment.h"
@@ -57,6 +61,68 @@ TEST(Segment, MovesWithoutLosingOrDoublingTheMapping) {
   EXPECT_EQ(b.data(), data);
   a = std::move(b);
   EXPECT_EQ(a.data(), data);
+}
+
+TEST(Segment, LargeOnesLieWhereLargePagesCan) {
+  const Segment segment = Segment::reserve(3 * kLargePage + 1);
+  const Segment mapped = Segment::open(segment.descriptor(), segment.size());
+  for (const Segment* each : {&segment, &mapped}) {
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(each->data()) % kLargePage, 0U);
+  }
+}
+
+// In KiB, over all mappings of this process's memfds: what a name in /proc/self/smaps stands for.
+std::size_t mapped_kib(const std::string& what) {
+  std::ifstream smaps("/proc/self/smaps");
+  std::size_t sum = 0;
+  bool ours = false;
+  for (std::string line; std::getline(smaps, line);) {
+    std::istringstream words(line);
+    std::string name;
+    words >> name;
+    if (name.back() != ':') ours = line.find("/memfd:fccl") != std::string::npos;
+    std::size_t kib = 0;
+    if (ours && name == what + ":" && words >> kib) sum += kib;
+  }
+  return sum;
+}
+
+TEST(Segment, LiesOnLargePagesWhereTheSystemOffersThem) {
+  if (large_pages() == LargePages::kNever) GTEST_SKIP() << "this system does not";
+  Segment segment = Segment::reserve(8 * kLargePage);
+  segment.allocate(0, 2 * kLargePage + 4096);
+  const Segment mapped = Segment::open(segment.descriptor(), segment.size());
+  std::memset(segment.data(), 1, 2 * kLargePage);
+  EXPECT_EQ(mapped.data()[kLargePage], std::byte{1});
+  EXPECT_GE(mapped_kib("ShmemPmdMapped"), 3 * kLargePage / 1024)
+      << "two of ours, and one that the peer has read";
+}
+
+TEST(Environment, ReadsWhichPagesSharedMemoryMayHave) {
+  const std::string folder = testing::TempDir() + "fccl-pages-" + std::to_string(::getpid());
+  const std::filesystem::path of_size = folder + "/hugepages-2048kB";
+  const auto write = [](const std::filesystem::path& path, const std::string& text) {
+    std::filesystem::create_directories(path.parent_path());
+    std::ofstream(path) << text << '\n';
+  };
+  EXPECT_EQ(large_pages(folder), LargePages::kNever) << "a kernel without";
+  const std::string all = folder + "/shmem_enabled";
+  write(all, "always within_size advise [never] deny force");
+  EXPECT_EQ(large_pages(folder), LargePages::kNever);
+  write(all, "always within_size [advise] never deny force");
+  EXPECT_EQ(large_pages(folder), LargePages::kOnAdvice);
+  write(all, "[always] within_size advise never deny force");
+  EXPECT_EQ(large_pages(folder), LargePages::kByItself);
+  write(of_size / "shmem_enabled", "always [inherit] within_size advise never");
+  EXPECT_EQ(large_pages(folder), LargePages::kByItself);
+  write(of_size / "shmem_enabled", "always inherit within_size [advise] never");
+  EXPECT_EQ(large_pages(folder), LargePages::kOnAdvice);
+  write(all, "always within_size advise never [deny] force");
+  EXPECT_EQ(large_pages(folder), LargePages::kNever);
+  write(all, "garbage ] and [");
+  write(of_size / "shmem_enabled", "");
+  EXPECT_EQ(large_pages(folder), LargePages::kNever);
+  std::filesystem::remove_all(folder);
 }
 
 TEST(Geometry, SlotsDoNotOverlapAndFitForAnyNumberOfRanks) {
