@@ -163,13 +163,17 @@ def test_one_rank() -> None:
         ("scatter", "fccl"),
         ("send_recv", "gloo"),
         ("barrier", "fccl"),
+        ("all_reduce", "fccl-direct"),
+        ("all_gather", "fccl-direct"),
+        ("broadcast", "fccl-direct"),
+        ("barrier", "fccl-direct"),
     ],
 )
 def test_a_wrong_result_is_found(op: str, backend: str) -> None:
     """The negative control: one damaged element per call, and only of this backend, is counted."""
-    code, out, err = _bench(
-        op, "--begin", "4K", "--end", "4K", "--iters", "3", "--corrupt", backend, "--json", "-"
-    )  # fmt: skip
+    sizes = [] if op == "barrier" else ["--begin", "4K", "--end", "4K"]
+    direct = ["--direct"] if backend == "fccl-direct" else []
+    code, out, err = _bench(op, *sizes, *direct, "--iters", "3", "--corrupt", backend, "--json", "-")
     assert code == 1, out + err
     document = json.loads(out)
     checked = document["meta"]["sizes"][0]["checked_calls"]

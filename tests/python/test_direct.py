@@ -25,8 +25,9 @@ def torch_calls():
     names: list[str] = []
     with contextlib.ExitStack() as stack:
         for name in ("all_reduce", GATHER, "broadcast", "barrier"):
+            original = getattr(dist, name)
 
-            def noting(*args, _name=name, _original=getattr(dist, name), **kwargs):
+            def noting(*args, _name=name, _original=original, **kwargs):
                 names.append(_name)
                 return _original(*args, **kwargs)
 
@@ -140,7 +141,7 @@ def test_debug_wrapper_stays_in_force():
 
 
 class Subclass(torch.Tensor):
-    seen: list[str] = []  # noqa: RUF012
+    seen: list[str] = []
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -201,7 +202,11 @@ def test_refusals():
 
 def test_without_a_group():
     assert not dist.is_initialized()
-    for call in (lambda: fccl.all_reduce(torch.ones(1)), fccl.barrier, lambda: fccl.broadcast(torch.ones(1), 0)):
+    for call in (
+        lambda: fccl.all_reduce(torch.ones(1)),
+        fccl.barrier,
+        lambda: fccl.broadcast(torch.ones(1), 0),
+    ):
         with pytest.raises(ValueError, match="process group"):
             call()
 

@@ -58,6 +58,8 @@ class Case(ABC):
     #: Whether it moves data; if not, there is one row of size 0.
     moves_data: ClassVar[bool] = True
     least_ranks: ClassVar[int] = 1
+    #: Variants that can be called without torch's wrapper too.
+    direct_forms: ClassVar[tuple[str, ...]] = ()
     #: Variants of the call; the first is the default.
     forms: ClassVar[tuple[str, ...]] = ("",)
 
@@ -103,6 +105,10 @@ class Case(ABC):
     @abstractmethod
     def bind(self, buffer: Buffer, group: dist.ProcessGroup, async_op: bool) -> Call:
         """The torch.distributed call on `buffer`, all arguments bound, so that only the call is timed."""
+
+    def bind_direct(self, buffer: Buffer, group: dist.ProcessGroup) -> Call:
+        """The call without torch's wrapper (`fccl.direct`), of a form in `direct_forms`."""
+        raise NotImplementedError
 
     @abstractmethod
     def count_wrong(self, buffer: Buffer, salt: int) -> int:

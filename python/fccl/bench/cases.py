@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import ClassVar
 
 import torch.distributed as dist
 
+from fccl import direct
 from fccl.bench.buffers import Buffer, Layout
 from fccl.bench.case import Call, Case, SharedCase
 from fccl.bench.cases_pieces import AllToAll, Gather, ReduceScatter, Scatter, SendRecv
@@ -23,6 +25,7 @@ class AllReduce(Case):
 
     name = "all_reduce"
     reduces = True
+    direct_forms: ClassVar[tuple[str, ...]] = ("",)
 
     @classmethod
     def busbw_factor(cls, ranks: int) -> float:
@@ -39,6 +42,9 @@ class AllReduce(Case):
     def bind(self, buffer: Buffer, group: dist.ProcessGroup, async_op: bool) -> Call:
         return functools.partial(dist.all_reduce, buffer.tensors[0], self.op, group, async_op)
 
+    def bind_direct(self, buffer: Buffer, group: dist.ProcessGroup) -> Call:
+        return functools.partial(direct.all_reduce, buffer.tensors[0], self.op, group)
+
     def count_wrong(self, buffer: Buffer, salt: int) -> int:
         tensor = buffer.tensors[0]
         return count_wrong(tensor, self.pattern.reduced(salt, len(tensor)))
@@ -53,6 +59,7 @@ class AllGather(SharedCase):
 
     name = "all_gather"
     forms = ("tensor", "list")
+    direct_forms = ("tensor",)
 
     @classmethod
     def layout(cls, count: int, ranks: int, form: str) -> Layout:
@@ -72,6 +79,10 @@ class AllGather(SharedCase):
             return functools.partial(dist.all_gather, outputs, source, group, async_op)
         return functools.partial(_all_gather_single, outputs[0], source, group, async_op)
 
+    def bind_direct(self, buffer: Buffer, group: dist.ProcessGroup) -> Call:
+        source, output = buffer.tensors
+        return functools.partial(direct.all_gather_into_tensor, output, source, group)
+
     def count_wrong(self, buffer: Buffer, salt: int) -> int:
         source, *outputs = buffer.tensors
         parts = outputs if self.form == "list" else list(outputs[0].chunk(self.ranks))
@@ -88,6 +99,7 @@ class Reduce(AllReduce):
 
     name = "reduce"
     rooted = rooted_result = True
+    direct_forms = ()
 
     @classmethod
     def busbw_factor(cls, ranks: int) -> float:
@@ -105,6 +117,7 @@ class Broadcast(Case):
 
     name = "broadcast"
     rooted = True
+    direct_forms = ("",)
 
     @classmethod
     def layout(cls, count: int, ranks: int, form: str) -> Layout:
@@ -120,6 +133,9 @@ class Broadcast(Case):
     def bind(self, buffer: Buffer, group: dist.ProcessGroup, async_op: bool) -> Call:
         return functools.partial(dist.broadcast, buffer.tensors[0], self.root, group, async_op)
 
+    def bind_direct(self, buffer: Buffer, group: dist.ProcessGroup) -> Call:
+        return functools.partial(direct.broadcast, buffer.tensors[0], group=group, group_src=self.root)
+
     def count_wrong(self, buffer: Buffer, salt: int) -> int:
         tensor = buffer.tensors[0]
         return count_wrong(tensor, self.pattern.source(self.root, salt, len(tensor)))
@@ -133,6 +149,7 @@ class Barrier(Case):
 
     name = "barrier"
     moves_data = False
+    direct_forms = ("",)
 
     _LATE_SECONDS = 0.002
 
@@ -148,6 +165,9 @@ class Barrier(Case):
 
     def bind(self, buffer: Buffer, group: dist.ProcessGroup, async_op: bool) -> Call:
         return functools.partial(dist.barrier, group, async_op)
+
+    def bind_direct(self, buffer: Buffer, group: dist.ProcessGroup) -> Call:
+        return functools.partial(direct.barrier, group)
 
     def count_wrong(self, buffer: Buffer, salt: int) -> int:
         assert self.board is not None

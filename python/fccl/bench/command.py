@@ -11,6 +11,7 @@ from types import FrameType
 from typing import IO, Any
 
 from fccl.bench.config import TRAIN, BenchConfig, Row, SizeOutcome
+from fccl.bench.options import settle
 from fccl.bench.plan import OPERATIONS, make_config, make_meta
 from fccl.bench.plot import check_plot, write_plot
 from fccl.bench.sizes import ITEM_SIZE, format_size, parse_dtype, parse_size
@@ -109,21 +110,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what = parser.add_argument_group("what to measure")
     what.add_argument("--ranks", type=int, default=2, metavar="N", help="number of processes (default 2)")
     what.add_argument(
-        "--begin", type=_size, default=4, metavar="SIZE", help="smallest size, such as 4 or 1K (default 4)"
+        "--begin", type=_size, metavar="SIZE", help="smallest size, such as 4 or 1K (default 4)"
     )
-    what.add_argument(
-        "--end", type=_size, default=64 << 20, metavar="SIZE", help="largest size (default 64M)"
-    )
-    what.add_argument("--factor", type=int, default=4, help="factor from one size to the next (default 4)")
-    what.add_argument(
-        "--dtype", type=_dtype, default="float32", help=", ".join(ITEM_SIZE) + " (default float32)"
-    )
-    what.add_argument(
-        "--op", dest="redop", default="sum", help="sum, avg, prod, min, max, band, bor, bxor (default sum)"
-    )
-    what.add_argument(
-        "--root", type=int, default=0, help="root of broadcast, reduce, gather and scatter (default 0)"
-    )
+    what.add_argument("--end", type=_size, metavar="SIZE", help="largest size (default 64M)")
+    what.add_argument("--factor", type=int, help="factor from one size to the next (default 4)")
+    what.add_argument("--dtype", type=_dtype, help=", ".join(ITEM_SIZE) + " (default float32)")
+    what.add_argument("--op", dest="redop", help="sum, avg, prod, min, max, band, bor, bxor (default sum)")
+    what.add_argument("--root", type=int, help="root of broadcast, reduce, gather and scatter (default 0)")
     what.add_argument(
         "--form",
         choices=("tensor", "list", "ring", "pingpong"),
@@ -133,33 +126,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument(
         "--mode",
         choices=("sync", "async"),
-        default="sync",
         help="sync: the call blocks; async: async_op=True and then wait(), timed together (default sync)",
     )
     what.add_argument("--async", dest="mode", action="store_const", const="async", help="--mode async")
-    what.add_argument(
-        "--backend", default="fccl", metavar="NAME", help="the backend to measure (default fccl)"
-    )
+    what.add_argument("--backend", metavar="NAME", help="the backend to measure (default fccl)")
     what.add_argument(
         "--compare",
-        default="gloo,memcpy",
         metavar="NAMES",
         help="what to compare it with: torch backends, memcpy and add, separated by commas; '' for nothing "
-        "(default gloo,memcpy)",
+        "(default gloo,memcpy; for train gloo)",
+    )
+    what.add_argument(
+        "--direct",
+        action="store_const",
+        const=True,
+        help="measure fccl also without torch's Python wrapper (fccl.all_reduce and so on), as 'fccl-direct'",
     )
     what.add_argument(
         "--arena",
-        action="store_true",
+        action="store_const",
+        const=True,
         help="measure fccl also on tensors in memory that the ranks share (fccl.empty), as 'fccl-arena'",
     )
     training = parser.add_argument_group("train")
     training.add_argument(
         "--models",
-        default="mlp,cnn,transformer",
         metavar="NAMES",
         help="what to train (default mlp,cnn,transformer)",
     )
-    training.add_argument("--steps", type=int, default=30, metavar="N", help="timed steps (default 30)")
+    training.add_argument("--steps", type=int, metavar="N", help="timed steps (default 30)")
     how = parser.add_argument_group("how to measure")
     how.add_argument(
         "--iters", type=int, metavar="N", help="timed iterations per size, instead of --min-time"
@@ -167,7 +162,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     how.add_argument(
         "--min-time",
         type=float,
-        default=1.0,
         metavar="S",
         help="seconds of measuring per size, all backends together; 10 to 5000 iterations (default 1)",
     )
@@ -175,11 +169,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     how.add_argument(
         "--working-set", type=_size, metavar="SIZE", help="bytes to rotate over, all ranks together"
     )
-    how.add_argument("--huge-pages", action="store_true", help="ask for 2 MiB pages (transparent huge pages)")
+    how.add_argument(
+        "--huge-pages", action="store_const", const=True, help="ask for 2 MiB pages (transparent huge pages)"
+    )
     how.add_argument(
         "--check",
         choices=("ends", "every", "none"),
-        default="ends",
         help="check every buffer before and after the timed iterations, in each of them too, or never "
         "(default ends)",
     )
@@ -282,14 +277,17 @@ def _until_interrupted(measure: Callable[[], int]) -> int:
 def run(args: argparse.Namespace, command_line: list[str]) -> int:
     """Runs the command; returns the exit status."""
     out = sys.stderr if args.json == "-" else sys.stdout
+    try:
+        settle(args)
+    except ValueError as error:
+        print(f"fccl bench: {error}", file=sys.stderr)
+        return 2
     if args.op == TRAIN:
         return _until_interrupted(lambda: run_train(args, command_line, out))
     notes: list[str] = []
     try:
         config = make_config(args, notes)
         if args.plot is not None:
-            if config.plans[-1].size == 0:
-                raise ValueError(f"--plot: {args.op} has no sizes to draw")
             check_plot(args.plot)
         if "fccl" in config.backends:
             from fccl import _extension

@@ -6,13 +6,26 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ADD", "ARENA", "MEMCPY", "NOTHING", "TRAIN", "YARDSTICKS", "BenchConfig", "Row", "SizePlan"]
+__all__ = [
+    "ADD",
+    "ARENA",
+    "DIRECT",
+    "MEMCPY",
+    "NOTHING",
+    "TRAIN",
+    "YARDSTICKS",
+    "BenchConfig",
+    "Row",
+    "SizePlan",
+]
 
 #: The yardsticks' names among the backends.
 MEMCPY, ADD = "memcpy", "add"
 YARDSTICKS = (MEMCPY, ADD)
 #: fccl on tensors in memory that the ranks share (`fccl.empty`), beside fccl on ordinary ones.
 ARENA = "fccl-arena"
+#: fccl without torch's Python wrapper (`fccl.all_reduce` and its sisters), on ordinary tensors.
+DIRECT = "fccl-direct"
 #: In training: a hook that communicates nothing, to tell what communication costs.
 NOTHING = "nothing"
 #: The "operation" that trains models.

@@ -9,7 +9,7 @@ from typing import Any
 
 from fccl import _machine
 from fccl._version import __version__
-from fccl.bench.config import ARENA, YARDSTICKS, BenchConfig, SizePlan
+from fccl.bench.config import ARENA, DIRECT, YARDSTICKS, BenchConfig, SizePlan
 from fccl.bench.sizes import ITEM_SIZE, sweep
 
 __all__ = ["OPERATIONS", "known_backends", "make_config", "make_meta"]
@@ -56,9 +56,9 @@ def _backends(args: argparse.Namespace) -> list[str]:
             )
         if name not in names:
             names.append(name)
-    if args.arena:
-        # After fccl on ordinary tensors, where that is measured.
-        names.insert(names.index("fccl") + 1 if "fccl" in names else len(names), ARENA)
+    # After fccl on ordinary tensors, where that is measured.
+    place = names.index("fccl") + 1 if "fccl" in names else len(names)
+    names[place:place] = [name for name, asked in ((DIRECT, args.direct), (ARENA, args.arena)) if asked]
     return names
 
 
@@ -90,6 +90,11 @@ def make_config(args: argparse.Namespace, notes: list[str]) -> BenchConfig:
             f"--form: {args.op} has "
             + (f"the forms {forms}" if forms else "one form only, which has no name")
         )
+    if args.direct and (form not in case.direct_forms or args.mode != "sync"):
+        raise ValueError(
+            f"--direct: fccl has all_reduce, all_gather (--form tensor), broadcast and barrier, synchronous, not "
+            f"{args.op}" + (f" --form {form}" if form else "") + f" --mode {args.mode}"
+        )
     if args.mode == "async" and form == "pingpong":
         raise ValueError("--form pingpong is synchronous: one message must be there before the next is sent")
     if args.corrupt is not None and args.corrupt not in backends:
@@ -98,9 +103,6 @@ def make_config(args: argparse.Namespace, notes: list[str]) -> BenchConfig:
         )
     if case.reduces:
         check_op(args.dtype, args.redop)
-    if not case.moves_data and ARENA in backends:
-        backends.remove(ARENA)
-        notes.append(f"{args.op} moves no data: --arena makes no difference")
     for name in YARDSTICKS:
         if not case.moves_data and name in backends:
             backends.remove(name)

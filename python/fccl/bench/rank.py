@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fccl.bench.board import Board
-from fccl.bench.config import ARENA, NOTHING, YARDSTICKS, BenchConfig, SizePlan
+from fccl.bench.config import ARENA, DIRECT, NOTHING, YARDSTICKS, BenchConfig, SizePlan
 
 __all__ = ["BenchRank", "engine_of"]
 
@@ -23,6 +23,9 @@ class BenchRank(ABC):
         board: The run's board.
     """
 
+    #: Names among the backends that need no process group, beside the yardsticks.
+    without_group: tuple[str, ...] = ()
+
     def __init__(self, config: BenchConfig, rank: int, board: Board) -> None:
         self.config, self.rank, self.board = config, rank, board
         #: What this rank is doing, for the message if it fails.
@@ -30,13 +33,13 @@ class BenchRank(ABC):
         self.groups: dict[str, dist.ProcessGroup] = {}
 
     def make_groups(self, init_method: str) -> None:
-        """The first torch backend carries the default group, the others one more group each."""
+        """The first backend carries the default group, the others one more group each."""
         timeout = datetime.timedelta(seconds=self.config.timeout)
         for name in self.config.backends:
-            if name in (*YARDSTICKS, NOTHING):
+            if name in (*YARDSTICKS, NOTHING, *self.without_group):
                 continue
             self.phase = f"making the process group of {name}"
-            backend = "fccl" if name == ARENA else name
+            backend = "fccl" if name in (ARENA, DIRECT) else name
             if not self.groups:
                 dist.init_process_group(
                     backend,
@@ -58,7 +61,7 @@ class BenchRank(ABC):
 
 def engine_of(name: str, group: dist.ProcessGroup) -> dict[str, str]:
     """What carried the calls of a group."""
-    if name not in ("fccl", ARENA):
+    if name not in ("fccl", ARENA, DIRECT):
         return {"engine": name, "why": ""}
     import fccl
 

@@ -55,11 +55,11 @@ class Table:
     """
 
     _HEAD = (
-        f"# {'size':>11} {'count':>11} {'type':>9} {'redop':>6}  {'backend':<8} "
+        f"# {'size':>11} {'count':>11} {'type':>9} {'redop':>6}  {'backend':<11} "
         f"{'time':>9} {'min':>9} {'algbw':>8} {'busbw':>8} {'#wrong':>7}  {'ratio':>9}"
     )
     _UNITS = (
-        f"# {'(B)':>11} {'(elements)':>11} {'':>9} {'':>6}  {'':<8} "
+        f"# {'(B)':>11} {'(elements)':>11} {'':>9} {'':>6}  {'':<11} "
         f"{'(us)':>9} {'(us)':>9} {'(GB/s)':>8} {'(GB/s)':>8} {'':>7}  {'':>9}"
     )
 
@@ -80,7 +80,7 @@ class Table:
         for row in rows:
             ratio = "" if row is rows[0] or base <= 0 else f"{row.median_us / base:.3g} x"
             print(
-                f"{lead}  {row.backend:<8} {_number(row.median_us):>9} {_number(row.min_us):>9} "
+                f"{lead}  {row.backend:<11} {_number(row.median_us):>9} {_number(row.min_us):>9} "
                 f"{row.algbw_gbps:>8.2f} {row.busbw_gbps:>8.2f} {row.wrong:>7}  {ratio:>9}".rstrip(),
                 file=self._out,
                 flush=True,

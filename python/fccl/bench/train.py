@@ -25,8 +25,6 @@ def make_train_config(args: argparse.Namespace) -> BenchConfig:
     """
     from fccl.bench.models import MODELS
 
-    if args.plot is not None:
-        raise ValueError("--plot: train has no picture; --json writes its numbers")
     names = [name.strip() for name in args.models.split(",") if name.strip()]
     for name in names:
         if name not in MODELS:
@@ -37,9 +35,7 @@ def make_train_config(args: argparse.Namespace) -> BenchConfig:
         raise ValueError(f"--ranks must be at least 2, not {args.ranks}: one rank has nothing to communicate")
     if args.steps < 1 or args.warmup < 1 or args.timeout <= 0:
         raise ValueError("--steps and --warmup must be at least 1, and --timeout positive")
-    others = [
-        name for name in (part.strip() for part in args.compare.split(",")) if name != "memcpy" and name
-    ]
+    others = [name for name in (part.strip() for part in args.compare.split(",")) if name]
     for name in others:
         if name not in known_backends():
             raise ValueError(
