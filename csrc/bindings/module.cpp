@@ -1,10 +1,16 @@
 // The Python module fccl._C.
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/stl.h>
+
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "bindings/bindings.h"
+#include "cpu/environment.h"
 #include "cpu/group.h"
+#include "cpu/handover.h"
 #include "cpu/kernels/reduce.h"
 
 namespace {
@@ -43,6 +49,15 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("selected_isa", [] { return std::string(fccl::cpu::name_of(fccl::cpu::selected_isa())); });
   m.def("why_no_shared_memory", &fccl::cpu::why_no_shared_memory, py::call_guard<py::gil_scoped_release>());
+  m.def("large_pages", [] { return std::string(fccl::cpu::name_of(fccl::cpu::large_pages())); });
+  m.def(
+      "handover_ns",
+      []() -> std::optional<std::pair<double, double>> {
+        const auto found = fccl::cpu::measure_handover();
+        if (!found) return std::nullopt;
+        return std::pair(found->nearest_ns, found->farthest_ns);
+      },
+      py::call_guard<py::gil_scoped_release>());
   fccl::bindings::bind_backend(m);
   fccl::bindings::bind_direct(m);
   fccl::bindings::bind_hooks(m);

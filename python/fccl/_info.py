@@ -45,6 +45,8 @@ def collect() -> dict[str, Any]:
         "cpu_features_used": None,
         "shares_memory": None,
         "why_no_shared_memory": "",
+        "large_pages": None,
+        "handover_ns": None,
         "arena_bytes": None,
         "why_no_arena": "",
         "cuda_built": None,
@@ -70,6 +72,7 @@ def collect() -> dict[str, Any]:
         )
         why = module.why_no_shared_memory()
         facts.update(shares_memory=not why, why_no_shared_memory=why)
+        facts.update(large_pages=module.large_pages(), handover_ns=module.handover_ns())
         arena = module.memory_stats()
         facts.update(arena_bytes=arena["capacity"], why_no_arena=arena["why_none"])
     except (ImportError, RuntimeError) as error:
@@ -111,6 +114,8 @@ def _print(facts: dict[str, Any]) -> None:
         "available memory": format_size(facts["available_memory_bytes"]),
         "CPU features used": features,
         "shares memory here": shares,
+        "core to core": _machine.format_handover(facts["handover_ns"]) or "unknown",
+        "large pages": facts["large_pages"] or "unknown",
         "shared tensors": "unknown" if facts["arena_bytes"] is None else arena,
         "CUDA kernels built": cuda,
         "lightning": facts["lightning"] or "not installed",

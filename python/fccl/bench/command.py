@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import IO, Any
 
+from fccl import _machine
 from fccl.bench.config import TRAIN, BenchConfig, Row, SizeOutcome
 from fccl.bench.options import settle
 from fccl.bench.plan import OPERATIONS, make_config, make_meta
@@ -17,7 +18,7 @@ from fccl.bench.plot import check_plot, write_plot
 from fccl.bench.sizes import ITEM_SIZE, format_size, parse_dtype, parse_size
 from fccl.bench.train import run_train
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "note_cores", "note_moved_cores", "run"]
 
 _DESCRIPTION = """\
 Measures a collective, or messages, on this machine, in processes of its own, and compares backends.
@@ -220,6 +221,7 @@ def _print_start(config: BenchConfig, meta: dict[str, Any], notes: list[str], ou
         ]
         print(f"# rotating over {', '.join(parts)}; {meta['pages']} pages", file=out)
     print(f"# load average before the run: {meta['load_average_before']:.2f}", file=out)
+    note_cores(meta, out)
     print("# one thread per rank for every backend; backends take turns every few iterations", file=out)
     if config.ranks > meta["cores"]:
         print(f"# more ranks than cores ({config.ranks} on {meta['cores']}): they share them", file=out)
@@ -252,6 +254,25 @@ def _note_first(outcome: SizeOutcome, ranks: int, meta: dict[str, Any], out: IO[
     meta["engines"] = {name: engine["engine"] for name, engine in outcome.engines.items()}
     meta["why_inner"] = outcome.engines.get("fccl", {}).get("why", "")
     meta["dropped"] = outcome.dropped
+
+
+def note_cores(meta: dict[str, Any], out: IO[str]) -> None:
+    """Says how far apart the cores are, on which much depends."""
+    apart = _machine.format_handover(meta["handover_ns_before"])
+    if apart:
+        print(f"# a cache line goes from core to core in {apart}", file=out)
+
+
+def note_moved_cores(meta: dict[str, Any], out: IO[str]) -> None:
+    """A virtual machine's cores may be moved in the middle of a run, to where they share less."""
+    before, after = meta["handover_ns_before"], _machine.handover_ns()
+    meta["handover_ns_after"] = after
+    if before and after and not 1 / 1.5 < after[1] / before[1] < 1.5:
+        print(
+            f"# note: a cache line went from core to core in {_machine.format_handover(before)} before the run and in "
+            f"{_machine.format_handover(after)} after it: the cores have been moved, and the run may mix two machines",
+            file=out,
+        )
 
 
 def _on_sigterm(signum: int, frame: FrameType | None) -> None:
@@ -359,6 +380,7 @@ def _measure(config: BenchConfig, meta: dict[str, Any], args: argparse.Namespace
                 print(f"--- rank {rank} ---\n{trace}", file=sys.stderr)
         meta["error"] = str(failure)
         status = 3
+    note_moved_cores(meta, out)
     wrong = {row.backend: 0 for row in rows}
     for row in rows:
         wrong[row.backend] += row.wrong

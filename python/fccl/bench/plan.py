@@ -178,6 +178,7 @@ def make_meta(config: BenchConfig, command_line: list[str]) -> dict[str, Any]:
         "cores": _machine.core_count(),
         "last_level_cache_bytes": _machine.last_level_cache_bytes(),
         "load_average_before": _machine.load_average(),
+        "handover_ns_before": _machine.handover_ns(),
         "threads_per_rank": 1,
         "pages": "huge (asked for)" if config.huge_pages else "ordinary",
         "redop": config.redop,
