@@ -95,7 +95,7 @@ FcclBackend::FcclBackend(Config config)
     carrier_ = std::make_shared<Carrier>(
         config.rank, config.size, group_name_, store_,
         [make = config.cpu_factory](const auto& store) { return make(inner_store(store, "cpu")); },
-        config.timeout);
+        config.timeout, [hooks = failure_hooks_] { hooks->run(); });
   } catch (const Error& error) {
     throw_as_torch(error);
   }
@@ -237,6 +237,14 @@ void FcclBackend::abort() {
   std::lock_guard lock(cuda_mutex_);
   if (cuda_inner_) cuda_inner_->abort();
 }
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+void FcclBackend::registerAbortHook(std::int64_t id, ::c10d::AbortHook hook) {
+  failure_hooks_->add(id, std::move(hook));
+}
+
+void FcclBackend::unregisterAbortHook(std::int64_t id) { failure_hooks_->remove(id); }
+#endif
 
 void FcclBackend::shutdown() { shut_down("it was destroyed there"); }
 

@@ -20,6 +20,7 @@
 
 #include "c10d/carrier.h"
 #include "c10d/executor.h"
+#include "c10d/failure_hooks.h"
 #include "c10d/tensors.h"
 
 namespace fccl::c10d_backend {
@@ -82,6 +83,9 @@ class FcclBackend final : public ::c10d::Backend {
 
   // ---- exchanges.cpp ----
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
+#ifdef C10D_BACKEND_HAS_HOOKS  // torch 2.14
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts) override;
+#endif
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
                         std::vector<std::int64_t>& input_splits,
@@ -112,6 +116,10 @@ class FcclBackend final : public ::c10d::Backend {
   std::uint64_t getSequenceNumberForGroup() override { return executor_->submitted(); }
   ::c10d::ErrorType getError() override;
   void abort() override;
+#ifdef C10D_BACKEND_HAS_HOOKS
+  void registerAbortHook(std::int64_t id, ::c10d::AbortHook hook) override;
+  void unregisterAbortHook(std::int64_t id) override;
+#endif
   void shutdown() override;
   void release_resources() override;  // c10's, for intrusive_ptr
 
@@ -171,6 +179,7 @@ class FcclBackend final : public ::c10d::Backend {
   InnerFactory cuda_factory_;
   std::mutex cuda_mutex_;
   BackendPtr cuda_inner_;
+  const std::shared_ptr<FailureHooks> failure_hooks_ = std::make_shared<FailureHooks>();
   std::shared_ptr<Carrier> carrier_;
   std::shared_ptr<Executor> executor_;
 

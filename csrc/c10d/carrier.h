@@ -41,9 +41,11 @@ class Carrier {
   enum class Mode { kLocal, kEngine, kInner };
 
   // Settles, by all ranks together, what carries this group: waits for all of them, for as long as `timeout`.
-  // `store` is this incarnation's own; `make_inner` is called if the ranks share no memory.
+  // `store` is this incarnation's own; `make_inner` is called if the ranks share no memory, `on_failure` once
+  // when the group fails on this rank (GroupConfig).
   Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
-          const InnerFactory& make_inner, std::chrono::milliseconds timeout);
+          const InnerFactory& make_inner, std::chrono::milliseconds timeout,
+          std::function<void()> on_failure = {});
 
   ~Carrier();
   Carrier(const Carrier&) = delete;

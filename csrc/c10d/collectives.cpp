@@ -164,8 +164,8 @@ FcclBackend::WorkPtr FcclBackend::allgather(TensorLists& outputs, Tensors& input
 
 FcclBackend::WorkPtr FcclBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                   const ::c10d::AllgatherOptions& opts) {
-  const Call c = call(OpType::_ALLGATHER_BASE, Collective::kAllGather, "fccl:_all_gather_base", opts.asyncOp,
-                      opts.timeout);
+  const Call c = call(OpType::_ALLGATHER_BASE, Collective::kAllGather, "fccl:all_gather_into_tensor",
+                      opts.asyncOp, opts.timeout);
   if (input.is_cuda()) return cuda(c, input)._allgather_base(output, input, opts);
   check_dense(c, input, "input");
   check_dense(c, output, "output");

@@ -89,6 +89,45 @@ FcclBackend::WorkPtr FcclBackend::gather(TensorLists& outputs, Tensors& inputs,
   });
 }
 
+#ifdef C10D_BACKEND_HAS_HOOKS
+FcclBackend::WorkPtr FcclBackend::gather_single(at::Tensor& output, at::Tensor& input,
+                                                const ::c10d::GatherOptions& opts) {
+  const Call c = call(OpType::GATHER, Collective::kGather, "fccl:gather_single", opts.asyncOp, opts.timeout);
+  if (input.is_cuda()) return cuda(c, input).gather_single(output, input, opts);
+  check_dense(c, input, "input");
+  check_root(c, opts.rootRank);
+  const int root = static_cast<int>(opts.rootRank);
+  Tensors results;
+  if (root == rank_) {
+    check_dense(c, output, "output");
+    check_written(c, output, "output");
+    check_same_type(c, output, input, "output");
+    check_numel(c, output, input.numel() * size_, "output");
+    results.push_back(output);
+  }
+  return submit(c, {input}, results, [results, input, root](Carrier& carrier, const Deadline& deadline) {
+    at::Tensor from = readable(input);
+    at::Tensor whole;
+    std::vector<void*> places;
+    if (!results.empty()) {
+      whole = writable(results[0]);
+      for (int rank = 0; rank < carrier.size(); ++rank) {
+        places.push_back(static_cast<char*>(whole.mutable_data_ptr()) +
+                         byte_count(from) * static_cast<std::size_t>(rank));
+      }
+      const bool exact = places[static_cast<std::size_t>(root)] == from.const_data_ptr();
+      if (!exact && overlaps(from, whole)) {
+        PlainDispatch guard;
+        from = from.clone();
+      }
+    }
+    carrier.gather(from.const_data_ptr(), places, numel_of(from), dtype_of(from.scalar_type()), root,
+                   deadline);
+    if (!results.empty()) put_back(whole, results[0]);
+  });
+}
+#endif
+
 FcclBackend::WorkPtr FcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                           const ::c10d::ScatterOptions& opts) {
   const Call c = call(OpType::SCATTER, Collective::kScatter, "fccl:scatter", opts.asyncOp, opts.timeout);
@@ -148,8 +187,8 @@ FcclBackend::WorkPtr FcclBackend::alltoall_base(at::Tensor& output, at::Tensor& 
                                                 std::vector<std::int64_t>& output_splits,
                                                 std::vector<std::int64_t>& input_splits,
                                                 const ::c10d::AllToAllOptions& opts) {
-  const Call c =
-      call(OpType::ALLTOALL_BASE, Collective::kAllToAll, "fccl:all_to_all_base", opts.asyncOp, opts.timeout);
+  const Call c = call(OpType::ALLTOALL_BASE, Collective::kAllToAll, "fccl:all_to_all_single", opts.asyncOp,
+                      opts.timeout);
   if (input.is_cuda()) return cuda(c, input).alltoall_base(output, input, output_splits, input_splits, opts);
   const auto pieces = [&](const at::Tensor& tensor, const std::vector<std::int64_t>& splits,
                           const char* what) {

@@ -114,7 +114,7 @@ FcclBackend::WorkPtr FcclBackend::reduce_scatter_all(const Call& c, Tensors& out
 
 FcclBackend::WorkPtr FcclBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                        const ::c10d::ReduceScatterOptions& opts) {
-  const Call c = call(OpType::_REDUCE_SCATTER_BASE, Collective::kReduceScatter, "fccl:_reduce_scatter_base",
+  const Call c = call(OpType::_REDUCE_SCATTER_BASE, Collective::kReduceScatter, "fccl:reduce_scatter_tensor",
                       opts.asyncOp, opts.timeout);
   if (input.is_cuda()) return cuda(c, input)._reduce_scatter_base(output, input, opts);
   Tensors outputs{output};

@@ -50,6 +50,7 @@ Error Group::State::fail(const Error& error) noexcept {
     failed.store(true);
   }
   wake_everyone();
+  if (config.on_failure) config.on_failure();
   return error;
 }
 

@@ -53,6 +53,9 @@ struct GroupConfig {
   std::string name;                      // for messages: torch's group name
   std::shared_ptr<KeyValueStore> store;  // private to this incarnation of the group
   GroupTesting testing = {};
+  // Called once, when the group fails on this rank, whatever the reason: by the thread that noticed, after
+  // the peers have been told and before anybody here gets to see the error. Must not throw or use the group.
+  std::function<void()> on_failure = {};
 };
 
 // Thread-safety: connect() and the collectives are made by one thread at a time, in the same order on every

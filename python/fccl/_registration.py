@@ -38,6 +38,7 @@ def create_backend(options: Any, pg_options: Any = None) -> FcclBackend:
     Raises:
         ImportError: The compiled module is missing or does not fit; see ``fccl._extension.load``.
         TypeError: ``pg_options`` is something else.
+        NotImplementedError: The group shall be reconfigurable (torch 2.14 and later).
     """
     from fccl import _extension
 
@@ -47,6 +48,11 @@ def create_backend(options: Any, pg_options: Any = None) -> FcclBackend:
     ranks = list(options.global_ranks_in_group)
     name = str(options.group_id)
 
+    if getattr(options, "enable_reconfigure", False):
+        raise NotImplementedError(
+            "fccl groups cannot be reconfigured (enable_reconfigure=True): their members are settled when they are "
+            "made. Destroy the process group and initialise a new one, in the same processes if you like"
+        )
     nccl = _nccl_class()
     if pg_options is not None and not (nccl is not None and isinstance(pg_options, nccl.Options)):
         raise TypeError(
