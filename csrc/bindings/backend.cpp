@@ -49,8 +49,12 @@ void raise_interrupt() {
 void warn_user(const std::string& message) {
   if (!Py_IsInitialized() || finalizing()) return;
   py::gil_scoped_acquire gil;
-  // Where warnings are errors: only one rank warns, and its peers would wait for it for ever.
-  if (PyErr_WarnEx(PyExc_UserWarning, message.c_str(), 1) != 0) PyErr_WriteUnraisable(nullptr);
+  try {
+    py::module_::import("fccl._warnings").attr("warn_user")(message);
+  } catch (py::error_already_set& error) {
+    // Where warnings are errors: only one rank warns, and its peers would wait for it for ever.
+    error.discard_as_unraisable("a warning of fccl's");
+  }
 }
 
 c10::intrusive_ptr<FcclBackend> make_backend(c10::intrusive_ptr<::c10d::Store> store, int rank, int size,

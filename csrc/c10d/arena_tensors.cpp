@@ -30,7 +30,7 @@ class ArenaAllocator final : public c10::Allocator {
     std::byte* data = arena != nullptr ? arena->allocate(size, owner_) : nullptr;
     if (data != nullptr) return {data, data, &free_block, c10::Device(c10::kCPU)};
     static std::atomic<bool> told{false};
-    if (!told.exchange(true)) {
+    if (!cpu::Arena::is_turned_off() && !told.exchange(true)) {
       warn("fccl: there is no shared memory for " + std::to_string(size) + " bytes (" +
            (arena == nullptr ? cpu::Arena::why_none() : "fccl.memory_stats() says what is in use") +
            "); this tensor and perhaps later ones are ordinary, which is right but slower in collectives.");

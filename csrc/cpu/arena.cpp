@@ -22,6 +22,7 @@ struct Registry {
   const std::uint32_t generation = fork_generation();
   std::mutex mutex;
   bool tried = false;
+  bool turned_off = false;
   Arena* arena = nullptr;
   std::string why_none;
 };
@@ -54,8 +55,10 @@ Arena* Arena::of_process() noexcept {
   r.tried = true;
   try {
     if (!shared_memory_enabled()) {
+      r.turned_off = true;
       r.why_none = "the environment variable FCCL_SHM turns shared memory off";
     } else if (const std::uint64_t capacity = capacity_of_process(); capacity == 0) {
+      r.turned_off = true;
       r.why_none = "the environment variable FCCL_ARENA_SIZE turns it off";
     } else {
       r.arena = new Arena(capacity);
@@ -74,6 +77,13 @@ std::string Arena::why_none() {
   Registry& r = registry();
   const std::lock_guard lock(r.mutex);
   return r.why_none;
+}
+
+bool Arena::is_turned_off() {
+  of_process();
+  Registry& r = registry();
+  const std::lock_guard lock(r.mutex);
+  return r.turned_off;
 }
 
 Arena::Arena(std::uint64_t capacity)

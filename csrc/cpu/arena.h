@@ -49,6 +49,8 @@ class Arena {
   // child has one of its own.
   static Arena* of_process() noexcept;
   static std::string why_none();
+  // Whether there is none because somebody wanted none.
+  static bool is_turned_off();
 
   explicit Arena(std::uint64_t capacity);  // throws Error (kSystem); for of_process() and tests
   Arena(const Arena&) = delete;

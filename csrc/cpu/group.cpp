@@ -294,14 +294,19 @@ std::string Call::what() const {
          state_.where();
 }
 
+std::string Call::last_of(int peer) const {
+  const std::uint64_t arrived =
+      state_.controls[static_cast<std::size_t>(peer)]->progress.arrived.load(std::memory_order_acquire);
+  return arrived == 0 ? "it has made no collective" : "its last collective is #" + std::to_string(arrived);
+}
+
 std::string Call::who_is_missing() const {
   std::string text;
   for (std::size_t peer = 0; peer < state_.controls.size(); ++peer) {
     const std::uint64_t arrived = state_.controls[peer]->progress.arrived.load(std::memory_order_acquire);
     if (arrived >= number_) continue;
     if (!text.empty()) text += ", ";
-    text += "rank " + std::to_string(peer) + " has not called it (its last collective is #" +
-            std::to_string(arrived) + ")";
+    text += "rank " + std::to_string(peer) + " has not called it (" + last_of(static_cast<int>(peer)) + ")";
   }
   if (text.empty()) text = "rank " + std::to_string(awaited_) + " has called it and does not get on with it";
   return text;
@@ -328,11 +333,8 @@ void Call::check(const std::atomic<std::uint64_t>& word, std::uint64_t target) {
   }
   if (state_of(awaited_) == RankState::kLeft && !reached()) {
     throw Error(ErrorKind::kPeerLeft,
-                what() + ": " + awaited + " has left the group: " + state_.text_of(awaited_) +
-                    " (after its collective #" +
-                    std::to_string(state_.controls[static_cast<std::size_t>(awaited_)]->progress.arrived.load(
-                        std::memory_order_acquire)) +
-                    "). It will not take part; the ranks must make the same calls");
+                what() + ": " + awaited + " has left the group: " + state_.text_of(awaited_) + " (" +
+                    last_of(awaited_) + "). It will not take part; the ranks must make the same calls");
   }
   state_.throw_if_failed();
   for (int peer = 0; peer < world_size(); ++peer) {
@@ -341,7 +343,7 @@ void Call::check(const std::atomic<std::uint64_t>& word, std::uint64_t target) {
   if (deadline_.expired() && !reached()) {
     throw Error(ErrorKind::kTimeout, what() + ": timed out after " +
                                          std::to_string(deadline_.span().count()) +
-                                         " ms, the timeout of this call: " + who_is_missing());
+                                         " ms, the timeout of the call or its group: " + who_is_missing());
   }
 }
 

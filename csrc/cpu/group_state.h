@@ -175,6 +175,7 @@ class Call final : public WaitCheck {
   void throw_if_peer_failed(int peer) const;
   std::string what() const;
   std::string who_is_missing() const;
+  std::string last_of(int peer) const;  // "its last collective is #3"
 
   Group::State& state_;
   const Description description_;

@@ -47,6 +47,26 @@ std::string Matcher::describe_unmatched() const {
   return text;
 }
 
+std::string Matcher::describe_requests_with(int rank) const {
+  std::vector<RequestPtr> waiting;
+  for (const RequestPtr& request : receives_) {
+    if (request->peer < 0 || request->peer == rank) waiting.push_back(request);
+  }
+  const Peer& peer = at(rank);
+  waiting.insert(waiting.end(), peer.collecting.begin(), peer.collecting.end());
+  for (const auto& [id, request] : peer.offered) waiting.push_back(request);
+  waiting.insert(waiting.end(), peer.staging.begin(), peer.staging.end());
+  std::string text;
+  for (std::size_t i = 0; i < std::min<std::size_t>(waiting.size(), 4); ++i)
+    text += (i == 0 ? "" : ", ") + describe(*waiting[i]);
+  return waiting.size() > 4 ? text + " and others" : text;
+}
+
+bool Matcher::is_unmatched(const Request& request) const {
+  return std::any_of(receives_.begin(), receives_.end(),
+                     [&](const RequestPtr& each) { return each.get() == &request; });
+}
+
 bool Matcher::is_busy_with(int peer) const { return at(peer).requests != 0 || !at(peer).queue.empty(); }
 
 bool Matcher::is_busy() const {

@@ -80,6 +80,8 @@ class Matcher {
   bool is_busy() const;
   bool is_busy_with(int peer) const;
   bool receives_from_any() const { return from_any_ != 0; }
+  // Whether it is a receive that no message has been found for.
+  bool is_unmatched(const Request& request) const;
   bool has_requests_with(int peer) const { return at(peer).requests != 0; }
   // Whether there are sends, or answers to peers, that have not gone out.
   bool has_something_to_say() const;
@@ -88,8 +90,10 @@ class Matcher {
 
   // "recv(float32, count=3, tag=0) from rank 1".
   static std::string describe(const Request& request);
-  // What has come from whom and waits for a receive, for messages; empty if nothing.
+  // For messages of errors: what has come from whom and waits for a receive; which requests need `rank`.
+  // Empty if nothing.
   std::string describe_unmatched() const;
+  std::string describe_requests_with(int rank) const;
 
  private:
   struct Outgoing {

@@ -261,7 +261,12 @@ void PointToPoint::look_around() {
       matcher_.forget_answers(peer);  // nobody is there to hear them
       continue;
     }
-    matcher_.fail_all(state_.fail(trouble));
+    std::string text = trouble.what();
+    if (const std::string waiting = matcher_.describe_requests_with(peer); !waiting.empty())
+      text += ". It is needed here for " + waiting;
+    if (const std::string unmatched = matcher_.describe_unmatched(); !unmatched.empty())
+      text += "; what has come and waits for a receive: " + unmatched;
+    matcher_.fail_all(state_.fail(Error(trouble.kind(), text)));
     break;
   }
   end_all(lock);
@@ -269,8 +274,9 @@ void PointToPoint::look_around() {
 
 Error PointToPoint::timed_out(const Request& request, const Deadline& deadline) {
   const std::lock_guard lock(mutex_);
-  std::string text = "fccl " + Matcher::describe(request) + ", " + state_.where() + ": not done after " +
-                     std::to_string(deadline.span().count()) + " ms";
+  std::string text = "fccl " + Matcher::describe(request) + ", " + state_.where() + ": " +
+                     (matcher_.is_unmatched(request) ? "no message has come within " : "not done after ") +
+                     std::to_string(deadline.span().count()) + " ms; the group stays usable";
   if (const std::string unmatched = matcher_.describe_unmatched(); !request.sends && !unmatched.empty())
     text += "; what has come and waits for a receive: " + unmatched;
   return Error(ErrorKind::kTimeout, text);

@@ -25,6 +25,7 @@ A forked child (a DataLoader worker) sees its parent's tensors here as it sees t
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -48,36 +49,58 @@ def _module() -> Any:
 def _sizes(size: tuple[Any, ...]) -> list[int]:
     if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)):
         size = tuple(size[0])
-    return [int(length) for length in size]
+    return [operator.index(length) for length in size]
 
 
-def empty(*size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> Tensor:
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
     """An uninitialised CPU tensor in shared memory.
 
     Args:
         *size: The shape, as numbers or as one sequence.
         dtype: The dtype; torch's default one if None.
+        device: The CPU, where these tensors are, or None.
         requires_grad: Whether autograd records operations on it.
 
     Returns:
         The tensor. It can be viewed, resized, sliced and freed like any other. Where there is no shared
-        memory for it, it is an ordinary tensor, and a warning says so once.
+        memory for it, it is an ordinary tensor, and a warning says so once, unless shared memory was turned
+        off.
 
     Raises:
         RuntimeError: a length is negative.
+        TypeError: a length is not a whole number.
+        ValueError: ``device`` is another one.
     """
+    if device is not None and torch.device(device).type != "cpu":
+        raise ValueError(f"fccl.empty: device is {device}; the memory that ranks share is the CPU's")
     tensor: Tensor = _module().arena_empty(_sizes(size), dtype or torch.get_default_dtype(), "fccl.empty")
     return tensor.requires_grad_(requires_grad)
 
 
-def zeros(*size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> Tensor:
+def zeros(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
     """As `empty`, filled with zeros."""
-    return empty(*size, dtype=dtype).zero_().requires_grad_(requires_grad)
+    return empty(*size, dtype=dtype, device=device).zero_().requires_grad_(requires_grad)
 
 
-def empty_like(tensor: Tensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False) -> Tensor:
+def empty_like(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
     """As `empty`, with the shape of ``tensor``, and its dtype unless one is given."""
-    return empty(tensor.shape, dtype=dtype or tensor.dtype, requires_grad=requires_grad)
+    return empty(tensor.shape, dtype=dtype or tensor.dtype, device=device, requires_grad=requires_grad)
 
 
 def is_shared(tensor: Tensor) -> bool:

@@ -322,8 +322,9 @@ TEST(PointToPoint, AWaitThatIsTooShortLosesNothing) {
       expect_error(
           [&] { group.point_to_point().wait(*request, Deadline::after(milliseconds(100))); },
           ErrorKind::kTimeout,
-          "recv(int32, count=70000, tag=5) from rank 0, group 'test', rank 1 of 2: not done after 100 "
-          "ms; what has come and waits for a receive: rank 0 has sent tag 8");
+          "recv(int32, count=70000, tag=5) from rank 0, group 'test', rank 1 of 2: no message has come "
+          "within 100 ms; the group stays usable; what has come and waits for a receive: rank 0 has sent tag "
+          "8");
       wait(group, request);
       numbers.expect(2, "received");
       wait(group, receive(group, Numbers(3, false), 0, 8));

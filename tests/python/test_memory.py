@@ -87,11 +87,13 @@ def test_memory_is_given_back():
     assert not fccl.is_shared(b) and fccl.memory_stats()["in_use"] == before["in_use"]
 
 
-def no_arena(rank, world_size, why):
+def no_arena(rank, world_size, why, told):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tensors = [fccl.empty(COUNT) for _ in range(2)]
-    assert len(caught) == 1 and why in str(caught[0].message), [str(each.message) for each in caught]
+    # No word where somebody wanted none; else one, at the line that asked.
+    assert len(caught) == told, [str(each.message) for each in caught]
+    assert all(why in str(each.message) and each.filename == __file__ for each in caught), caught
     assert not fccl.is_shared(tensors[0])
     tensors[0].copy_(value(rank))
     dist.all_reduce(tensors[0])
@@ -104,10 +106,30 @@ def no_arena(rank, world_size, why):
 
 
 @pytest.mark.parametrize(
-    "size, why", [("0", "FCCL_ARENA_SIZE turns it off"), ("much", "FCCL_ARENA_SIZE is 'much', expected")]
+    "size, why, told",
+    [("0", "FCCL_ARENA_SIZE turns it off", 0), ("much", "FCCL_ARENA_SIZE is 'much', expected", 1)],
 )
-def test_without_an_arena(size, why):
-    run_ranks(no_arena, 2, why, env={"FCCL_ARENA_SIZE": size})
+def test_without_an_arena(size, why, told):
+    run_ranks(no_arena, 2, why, told, env={"FCCL_ARENA_SIZE": size})
+
+
+def test_arguments_as_torch_takes_them():
+    assert (
+        fccl.empty(2, 3, device="cpu").shape == fccl.empty((2, 3), device=torch.device("cpu")).shape == (2, 3)
+    )
+    assert fccl.empty(torch.tensor(3)).shape == (3,)
+    for bad in ("a", 1.5, None):
+        with pytest.raises(TypeError):
+            fccl.empty(bad)
+    with pytest.raises(RuntimeError, match="negative"):
+        fccl.empty(-1)
+    for make in (
+        fccl.empty,
+        fccl.zeros,
+        lambda size, device: fccl.empty_like(torch.ones(size), device=device),
+    ):
+        with pytest.raises(ValueError, match="device is cuda; the memory that ranks share is the CPU's"):
+            make(3, device="cuda")
 
 
 def small_arena(rank, world_size):

@@ -19,20 +19,29 @@ __all__ = ["AllToAll", "Gather", "ReduceScatter", "Scatter", "SendRecv"]
 _reduce_scatter_single: Call = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class ReduceScatter(SharedCase):
-    """size = bytes of the input; count = elements that each rank gets. From one tensor into one."""
-
-    name = "reduce_scatter"
-    reduces = True
+class _OnePieceEach(SharedCase):
+    """From one tensor that has a piece for each rank into one of a piece."""
 
     @classmethod
     def layout(cls, count: int, ranks: int, form: str) -> Layout:
         return Layout((count * ranks, count), (0,), cls.received(count, ranks), result=1)
 
+    @property
+    def giver(self) -> int:
+        """The rank whose data this rank's input is."""
+        return self.rank
+
     def prepare(self, buffer: Buffer, salt: int) -> None:
         source, output = buffer.tensors
-        self.fill_pieces(source, self.rank, salt)
+        self.fill_pieces(source, self.giver, salt)
         output.fill_(self.pattern.poison())
+
+
+class ReduceScatter(_OnePieceEach):
+    """size = bytes of the input; count = elements that each rank gets. From one tensor into one."""
+
+    name = "reduce_scatter"
+    reduces = True
 
     def bind(self, buffer: Buffer, group: dist.ProcessGroup, async_op: bool) -> Call:
         source, output = buffer.tensors
@@ -91,20 +100,15 @@ class Gather(SharedCase):
         return self.count_wrong_pieces(buffer.tensors[1], salt)
 
 
-class Scatter(SharedCase):
+class Scatter(_OnePieceEach):
     """size = bytes of what the root gives; count = elements that each rank gets."""
 
     name = "scatter"
     rooted = True
 
-    @classmethod
-    def layout(cls, count: int, ranks: int, form: str) -> Layout:
-        return Layout((count * ranks, count), (0,), cls.received(count, ranks), result=1)
-
-    def prepare(self, buffer: Buffer, salt: int) -> None:
-        whole, output = buffer.tensors
-        self.fill_pieces(whole, self.root, salt)
-        output.fill_(self.pattern.poison())
+    @property
+    def giver(self) -> int:
+        return self.root
 
     def bind(self, buffer: Buffer, group: dist.ProcessGroup, async_op: bool) -> Call:
         whole, output = buffer.tensors

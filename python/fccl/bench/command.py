@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import IO, Any
 
 from fccl import _machine
+from fccl._interruptible import until_interrupted
 from fccl.bench.config import TRAIN, BenchConfig, Row, SizeOutcome
 from fccl.bench.options import settle
 from fccl.bench.plan import OPERATIONS, make_config, make_meta
@@ -75,8 +74,7 @@ exit status
 """
 
 
-class _Interrupted(BaseException):
-    """SIGTERM arrived."""
+_INTERRUPTED = "fccl bench: interrupted; all ranks have been ended"
 
 
 def _size(text: str) -> int:
@@ -220,7 +218,13 @@ def _print_start(config: BenchConfig, meta: dict[str, Any], notes: list[str], ou
             for plan in plans
         ]
         print(f"# rotating over {', '.join(parts)}; {meta['pages']} pages", file=out)
-    print(f"# load average before the run: {meta['load_average_before']:.2f}", file=out)
+    load = meta["load_average_before"]
+    busy = (
+        "; the machine is busy, and numbers may be larger than they need be"
+        if load > meta["cores"] / 2
+        else ""
+    )
+    print(f"# load average before the run: {load:.2f}{busy}", file=out)
     note_cores(meta, out)
     print("# one thread per rank for every backend; backends take turns every few iterations", file=out)
     if config.ranks > meta["cores"]:
@@ -275,26 +279,6 @@ def note_moved_cores(meta: dict[str, Any], out: IO[str]) -> None:
         )
 
 
-def _on_sigterm(signum: int, frame: FrameType | None) -> None:
-    raise _Interrupted
-
-
-def _until_interrupted(measure: Callable[[], int]) -> int:
-    """Measures; Ctrl-C and SIGTERM end it."""
-    try:
-        previous = signal.signal(signal.SIGTERM, _on_sigterm)
-    except ValueError:
-        previous = None  # not the main thread: somebody else decides about signals
-    try:
-        return measure()
-    except (KeyboardInterrupt, _Interrupted):
-        print("fccl bench: interrupted; all ranks have been ended", file=sys.stderr)
-        return 130
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
-
-
 def run(args: argparse.Namespace, command_line: list[str]) -> int:
     """Runs the command; returns the exit status."""
     out = sys.stderr if args.json == "-" else sys.stdout
@@ -304,7 +288,7 @@ def run(args: argparse.Namespace, command_line: list[str]) -> int:
         print(f"fccl bench: {error}", file=sys.stderr)
         return 2
     if args.op == TRAIN:
-        return _until_interrupted(lambda: run_train(args, command_line, out))
+        return until_interrupted(lambda: run_train(args, command_line, out), _INTERRUPTED)
     notes: list[str] = []
     try:
         config = make_config(args, notes)
@@ -320,7 +304,7 @@ def run(args: argparse.Namespace, command_line: list[str]) -> int:
     meta = make_meta(config, command_line)
     _print_start(config, meta, notes, out)
 
-    return _until_interrupted(lambda: _measure(config, meta, args, out))
+    return until_interrupted(lambda: _measure(config, meta, args, out), _INTERRUPTED)
 
 
 @contextlib.contextmanager

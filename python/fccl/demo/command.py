@@ -13,10 +13,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from fccl import _machine
+from fccl._interruptible import until_interrupted
 from fccl._version import __version__
 
 __all__ = ["add_parser", "run"]
@@ -66,10 +66,6 @@ _LAUNCHER_VARIABLES = (
     "MASTER_PORT",
     "PL_GLOBAL_SEED",
 )
-
-
-class _Interrupted(BaseException):
-    """SIGTERM arrived."""
 
 
 class RunFailure(RuntimeError):
@@ -158,10 +154,6 @@ def train_once(backend: str, args: argparse.Namespace, stdout: int) -> list[dict
         return [json.loads(file.read_text()) for file in files]
 
 
-def _on_sigterm(signum: int, frame: FrameType | None) -> None:
-    raise _Interrupted
-
-
 def run(args: argparse.Namespace, command_line: list[str]) -> int:
     """Runs the command; returns the exit status."""
     out = sys.stderr if args.json == "-" else sys.stdout
@@ -183,21 +175,15 @@ def run(args: argparse.Namespace, command_line: list[str]) -> int:
     except ImportError as error:
         print(f"fccl demo: {error}", file=sys.stderr)
         return 2
-    try:
-        previous = signal.signal(signal.SIGTERM, _on_sigterm)
-    except ValueError:
-        previous = None  # not the main thread: somebody else decides about signals
-    try:
-        return _compare(args, command_line, out)
-    except RunFailure as failure:
-        print(f"fccl demo: {failure}", file=sys.stderr)
-        return 3
-    except (KeyboardInterrupt, _Interrupted):
-        print("\nfccl demo: interrupted; all processes have been ended", file=sys.stderr)
-        return 130
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+
+    def compare() -> int:
+        try:
+            return _compare(args, command_line, out)
+        except RunFailure as failure:
+            print(f"fccl demo: {failure}", file=sys.stderr)
+            return 3
+
+    return until_interrupted(compare, "\nfccl demo: interrupted; all processes have been ended")
 
 
 def _compare(args: argparse.Namespace, command_line: list[str], out: IO[str]) -> int:

@@ -1,0 +1,103 @@
+"""What torch has had since 2.14: abort hooks, gather_single, groups that may be reconfigured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fccl
+from collective_cases import REFUSED
+from fccl_testing import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "register_abort_hook"), reason="this torch has no such interfaces"
+)
+
+QUICK = {"timeout": __import__("datetime").timedelta(seconds=1)}
+
+
+def hooks_at_a_timeout(rank, world_size):
+    group, called = dist.group.WORLD, []
+    group.register_abort_hook(1, lambda: called.append("first"))
+    group.register_abort_hook(2, lambda: 1 / 0)  # a warning, no more
+    group.register_abort_hook(3, lambda: called.append("third"))
+    group.register_abort_hook(4, lambda: called.append("fourth"))
+    group.unregister_abort_hook(3)
+    dist.all_reduce(torch.ones(1))
+    assert called == []
+    if rank == 1:
+        time.sleep(2.5)
+        return
+    with pytest.raises(dist.DistBackendError, match="timed out after 1000 ms"):
+        dist.all_reduce(torch.ones(1))
+    assert called == ["first", "fourth"]  # before the error was seen
+    with pytest.raises(dist.DistBackendError):
+        dist.all_reduce(torch.ones(1))
+    assert called == ["first", "fourth"], "once for a group"
+
+
+def test_abort_hooks_run_when_a_call_times_out():
+    run_ranks(hooks_at_a_timeout, 2, init_kwargs=QUICK)
+
+
+def hooks_at_a_death(rank, world_size):
+    called = []
+    dist.group.WORLD.register_abort_hook(7, lambda: called.append(rank))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="process of rank 1 ended"):
+        dist.recv(torch.ones(1), 1)
+    assert called == [0]
+
+
+def test_abort_hooks_run_when_a_peer_dies():
+    run_ranks(hooks_at_a_death, 2, expect_exit=[1])
+
+
+def gathers(rank, world_size):
+    for root in range(world_size):
+        for count, dtype in ((3, torch.float32), (100_001, torch.bfloat16)):
+            tensor = torch.full((count,), float(rank + 1), dtype=dtype)
+            output = torch.empty(world_size * count, dtype=dtype) if rank == root else None
+            work = dist.gather_single(tensor, output, dst=root, async_op=True)
+            work.wait()
+            if output is not None:
+                expected = torch.arange(1, world_size + 1).repeat_interleave(count).to(dtype)
+                assert output.equal(expected)
+    # A strided output, and an input that lies within it.
+    wide = torch.zeros(world_size * 4, 2)
+    dist.gather_single(torch.full((4,), float(rank)), wide[:, 0] if rank == 0 else None, dst=0)
+    if rank == 0:
+        assert (
+            wide[:, 0].equal(torch.arange(world_size).repeat_interleave(4).float()) and wide[:, 1].eq(0).all()
+        )
+    whole = torch.full((world_size * 2,), float(rank))
+    dist.gather_single(whole[1:3], whole if rank == 0 else None, dst=0)
+    if rank == 0:
+        assert whole.equal(torch.arange(world_size).repeat_interleave(2).float())
+    with pytest.raises(REFUSED):
+        dist.gather_single(torch.ones(3), torch.empty(3) if rank == 0 else None, dst=0)
+    dist.barrier()
+
+
+def test_gather_single(rank_pool):
+    rank_pool(2).run(gathers)
+    rank_pool(3).run(gathers)
+
+
+def test_reconfigurable_groups_are_refused(tmp_path):
+    class Options:
+        group_rank, group_size, group_id, enable_reconfigure = 0, 1, "g", True
+        timeout, global_ranks_in_group = None, (0,)
+
+    from fccl import _registration
+
+    with pytest.raises(NotImplementedError, match="cannot be reconfigured"):
+        _registration.create_backend(Options())
+    assert fccl.is_available()
