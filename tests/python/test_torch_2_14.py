@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "register_abort_hook"), reason="this torch has no such interfaces"
 )
 
-QUICK = {"timeout": __import__("datetime").timedelta(seconds=1)}
+QUICK = {"timeout": timedelta(seconds=1)}
 
 
 def hooks_at_a_timeout(rank, world_size):
@@ -57,7 +58,7 @@ def hooks_at_a_death(rank, world_size):
 
 
 def test_abort_hooks_run_when_a_peer_dies():
-    run_ranks(hooks_at_a_death, 2, expect_exit=[1])
+    run_ranks(hooks_at_a_death, 2, expect_exit={1: -9})
 
 
 def gathers(rank, world_size):
