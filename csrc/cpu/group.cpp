@@ -436,7 +436,8 @@ void Group::leave(const std::string& why) noexcept {
     return;
   }
   if (state.leaving.exchange(true)) return;
-  if (state.point_to_point) state.point_to_point->drain(kSendGrace);
+  const std::chrono::milliseconds grace = state.config.testing.send_grace;
+  if (state.point_to_point) state.point_to_point->drain(grace.count() != 0 ? grace : kSendGrace);
   {
     const std::lock_guard lock(state.failure_mutex);
     state.left.store(true);

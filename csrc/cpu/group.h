@@ -40,8 +40,10 @@ struct GroupTesting {
   std::uint32_t depth = 0;       // slots of the pipelines instead of what they need; 0: what they need
   bool single_one_shot = false;  // one one-shot slot instead of two
   bool hasty = false;            // a call without copies returns before the peers are done with its memory
-  bool no_patience = false;      // a call that failed leaves its memory to the peers that are at it
-  std::function<void()> pause;   // called by a rank just before it reads a peer's slot or tensor
+  bool no_bells = false;         // what is put into a lane wakes nobody who sleeps on it
+  std::chrono::milliseconds send_grace{0};  // how long a rank that leaves waits for its sends; 0: kSendGrace
+  bool no_patience = false;     // a call that failed leaves its memory to the peers that are at it
+  std::function<void()> pause;  // called by a rank just before it reads a peer's slot or tensor
   // Called with what this rank says in a call, before the peers may read it: with its description, and with
   // its row of an exchange (`is_row`).
   std::function<void(void* said, bool is_row)> lie;

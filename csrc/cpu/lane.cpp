@@ -125,6 +125,8 @@ void Lane::ring() {
   mine_->words.read.store(read_, std::memory_order_release);
   mine_->words.bell.store(++bell_, std::memory_order_release);  // P1 in wait.h
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (state_.config.testing.no_bells) [[unlikely]]
+    return;
   if (theirs_->park.parked.load(std::memory_order_relaxed) != 0) wake_all(mine_->words.bell);  // P2
 }
 

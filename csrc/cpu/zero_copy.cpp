@@ -10,6 +10,7 @@ namespace {
 // With more than two ranks a slice goes block by block: the result is still in the nearest cache when it is
 // copied to the third rank and those after it.
 constexpr std::size_t kBlock = 16 << 10;
+constexpr std::size_t kChunk = 256 << 10;
 
 bool all_inputs(Call& call, PerRank<const void*>& inputs, const auto& bytes_of) {
   for (int rank = 0; rank < call.world_size(); ++rank) {
@@ -60,11 +61,19 @@ bool zero_copy_all_gather(Call& call, std::span<void* const> outputs, std::span<
   const auto bytes_of = [&](int rank) { return counts[static_cast<std::size_t>(rank)] * element; };
   PerRank<const void*> inputs(call.world_size());
   if (!all_inputs(call, inputs, bytes_of)) return false;
-  for (int i = 0; i < call.world_size(); ++i) {
-    const int rank = (call.rank() + i) % call.world_size();
-    void* output = outputs[static_cast<std::size_t>(rank)];
-    call.pause();
-    if (bytes_of(rank) != 0 && output != inputs[rank]) std::memcpy(output, inputs[rank], bytes_of(rank));
+  // Chunk by chunk, so that all ranks are at about the same place of every input and find it in a cache that
+  // they share; each begins with its own, so that not all read one rank's memory at once.
+  std::size_t largest = 0;
+  for (int rank = 0; rank < call.world_size(); ++rank) largest = std::max(largest, bytes_of(rank));
+  for (std::size_t at = 0; at < largest; at += kChunk) {
+    for (int i = 0; i < call.world_size(); ++i) {
+      const int rank = (call.rank() + i) % call.world_size();
+      auto* output = static_cast<std::byte*>(outputs[static_cast<std::size_t>(rank)]);
+      if (at >= bytes_of(rank) || output == inputs[rank]) continue;
+      call.pause();
+      std::memcpy(output + at, static_cast<const std::byte*>(inputs[rank]) + at,
+                  std::min(kChunk, bytes_of(rank) - at));
+    }
   }
   call.finish_zero_copy(0);
   return true;
