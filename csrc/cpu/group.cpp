@@ -115,7 +115,7 @@ void Call::settle() {
   number_ = state_.sequence.load(std::memory_order_relaxed);
   if (state_.settled == number_ || world_size() == 1) return;
   for (int peer = 0; peer < world_size(); ++peer) {
-    await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.arrived, number_, Expect::kArrival);
+    await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.arrived, number_);
   }
   state_.settled = number_;
 }
@@ -141,7 +141,7 @@ void Call::expose(std::vector<std::uint64_t> offsets) {
 void Call::meet() {
   const int ranks = world_size();
   for (int peer = 0; peer < ranks; ++peer) {
-    await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.arrived, number_, Expect::kArrival);
+    await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.arrived, number_);
   }
   state_.settled = number_;
   // A peer that arrived here and then gave up (a timeout, an abort) has not completed this call, so a
@@ -170,19 +170,17 @@ void Call::mismatch(const std::string& verdict) const {
   throw Error(ErrorKind::kMismatch, what() + ": " + verdict);
 }
 
-void Call::await(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect) {
+void Call::await(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target) {
   if (peer == rank()) return;
   awaited_ = peer;
-  state_.waiter->until(word, target, expect, *this);
+  state_.waiter->until(word, target, *this);
 }
 
 void Call::await_staged(int peer, std::uint64_t chunks) {
-  await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.staged, staged_base_ + chunks,
-        Expect::kProgress);
+  await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.staged, staged_base_ + chunks);
 }
 void Call::await_done(int peer, std::uint64_t chunks) {
-  await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.done, done_base_ + chunks,
-        Expect::kProgress);
+  await(peer, state_.controls[static_cast<std::size_t>(peer)]->progress.done, done_base_ + chunks);
 }
 void Call::publish_staged(std::uint64_t chunks) {
   state_.staged = staged_base_ + chunks;
@@ -374,7 +372,7 @@ int Group::world_size() const noexcept { return state_->world_size(); }
 const std::string& Group::why_not() const noexcept { return state_->why_not; }
 
 bool Group::spins() const noexcept {
-  return state_->waiter && state_->waiter->policy(false, Expect::kProgress).spin.count() > 0;
+  return state_->waiter && state_->waiter->policy(false).spin.count() > 0;
 }
 std::uint64_t Group::sequence_number() const noexcept {
   return state_->sequence.load(std::memory_order_relaxed);

@@ -170,7 +170,7 @@ class Call final : public WaitCheck {
   void check(const std::atomic<std::uint64_t>& word, std::uint64_t target) override;
 
  private:
-  void await(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect);
+  void await(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target);
   void settle();
   void throw_if_peer_failed(int peer) const;
   std::string what() const;

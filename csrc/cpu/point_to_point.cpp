@@ -146,7 +146,7 @@ void PointToPoint::wait(Request& request, const Deadline& deadline) {
   if (!request.done()) {
     check_fork(request);
     const Waiting waiting(*this);
-    const WaitPolicy& policy = state_.waiter->policy(is_background_thread(), Expect::kProgress);
+    const WaitPolicy& policy = state_.waiter->policy(is_background_thread());
     unsigned spins = 0;
     Clock::time_point quiet_since = Clock::now();
     Clock::time_point next_look = quiet_since + kParkSlice;

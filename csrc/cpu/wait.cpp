@@ -54,29 +54,28 @@ void spin(unsigned n) noexcept {
 void set_background_thread(bool background) noexcept { background_thread = background; }
 bool is_background_thread() noexcept { return background_thread; }
 
-WaitPolicy wait_policy(int ranks, int cores, bool background, Expect expect) noexcept {
+WaitPolicy wait_policy(int ranks, int cores, bool background) noexcept {
   // A rank that only communicates needs one core; one that communicates behind a computation, two.
   const bool room = (background ? 2 : 1) * ranks <= cores;
   if (room) return {kSpinTime, kYieldTime};
-  if (expect == Expect::kProgress) return {{}, kCrowdedYieldTime};
-  return {{}, background ? std::chrono::nanoseconds(kYieldTime) : kCrowdedYieldTime};
+  // Behind a computation that needs the core every yield is a switch to it and back, which costs more than
+  // being woken: DDP's exposed communication was half as long again and more with yields
+  // (docs/performance.md).
+  if (background) return {};
+  return {{}, kCrowdedYieldTime};
 }
 
 Waiter::Waiter(ParkLine* own, int ranks) : own_(own) {
   const int cores = usable_cores();
   for (const bool background : {false, true}) {
-    for (const Expect expect : {Expect::kArrival, Expect::kProgress}) {
-      policies_[background ? 1 : 0][static_cast<int>(expect)] = wait_policy(ranks, cores, background, expect);
-    }
+    policies_[background ? 1 : 0] = wait_policy(ranks, cores, background);
   }
 }
 
-Waiter::Waiter(ParkLine* own, const WaitPolicy& policy)
-    : own_(own), policies_{{policy, policy}, {policy, policy}} {}
+Waiter::Waiter(ParkLine* own, const WaitPolicy& policy) : own_(own), policies_{policy, policy} {}
 
-void Waiter::slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect,
-                  WaitCheck& check) {
-  const WaitPolicy& policy = this->policy(background_thread, expect);
+void Waiter::slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, WaitCheck& check) {
+  const WaitPolicy& policy = this->policy(background_thread);
   const Clock::time_point start = Clock::now();
 
   const Clock::time_point spin_end = start + policy.spin;
@@ -97,10 +96,8 @@ void Waiter::slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, 
     if (Clock::now() >= yield_end) break;
   }
 
-  while (true) {
-    check.check(word, target);
-    if (park(word, target)) return;
-  }
+  // Looked at what could have gone wrong after each slice: until then there may be nothing to look for.
+  while (!park(word, target)) check.check(word, target);
 }
 
 bool Waiter::park(const std::atomic<std::uint64_t>& word, std::uint64_t target) {

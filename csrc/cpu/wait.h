@@ -31,10 +31,6 @@ namespace fccl::cpu {
 void set_background_thread(bool background) noexcept;
 bool is_background_thread() noexcept;
 
-// What a rank waits for: a peer to begin a collective, which it may do any time, or a peer that is in the
-// same collective already to get on, which takes microseconds unless it has no core to run on.
-enum class Expect { kArrival, kProgress };
-
 // How long to spin and to yield before parking. Yielding hands the core to whoever can use it, so it
 // costs others little; parking costs a wake-up, tens of microseconds in a virtual machine.
 struct WaitPolicy {
@@ -42,7 +38,7 @@ struct WaitPolicy {
   std::chrono::nanoseconds yield{0};
 };
 // For `ranks` ranks on a machine of which this process may use `cores`.
-WaitPolicy wait_policy(int ranks, int cores, bool background, Expect expect) noexcept;
+WaitPolicy wait_policy(int ranks, int cores, bool background) noexcept;
 
 // What a waiter does between two looks at the counter: deadline, abort, liveness, interrupts.
 class WaitCheck {
@@ -62,23 +58,21 @@ class Waiter {
   // One policy for all waits (tests).
   Waiter(ParkLine* own, const WaitPolicy& policy);
 
-  const WaitPolicy& policy(bool background, Expect expect) const noexcept {
-    return policies_[background ? 1 : 0][static_cast<int>(expect)];
-  }
+  const WaitPolicy& policy(bool background) const noexcept { return policies_[background ? 1 : 0]; }
 
   // Returns when word >= target; everything its owner did before publishing is then visible here.
-  void until(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect, WaitCheck& check) {
+  void until(const std::atomic<std::uint64_t>& word, std::uint64_t target, WaitCheck& check) {
     if (word.load(std::memory_order_acquire) >= target) [[likely]]
       return;
-    slow(word, target, expect, check);
+    slow(word, target, check);
   }
 
  private:
-  void slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, Expect expect, WaitCheck& check);
+  void slow(const std::atomic<std::uint64_t>& word, std::uint64_t target, WaitCheck& check);
   bool park(const std::atomic<std::uint64_t>& word, std::uint64_t target);
 
   ParkLine* own_;
-  WaitPolicy policies_[2][2];  // by background, by expect
+  WaitPolicy policies_[2];  // by background
 };
 
 // Wakes whoever sleeps on the counter.

@@ -53,7 +53,7 @@ double latency(bool wake) {
   }
   Waiter waiter(&shared->waiter, WaitPolicy{});  // parks at once
   NoCheck check;
-  waiter.until(shared->progress.arrived, 1, Expect::kArrival, check);
+  waiter.until(shared->progress.arrived, 1, check);
   const double milliseconds = static_cast<double>(now() - shared->published_at) / 1000;
   ::waitpid(child, nullptr, 0);
   ::munmap(shared, sizeof(Shared));
@@ -76,8 +76,8 @@ TEST(Waiter, ReachedTargetsDoNotCheck) {
   shared->progress.arrived = 5;
   Waiter waiter(&shared->waiter, 2);
   NoCheck check;
-  waiter.until(shared->progress.arrived, 5, Expect::kArrival, check);
-  waiter.until(shared->progress.arrived, 4, Expect::kArrival, check);
+  waiter.until(shared->progress.arrived, 5, check);
+  waiter.until(shared->progress.arrived, 4, check);
   EXPECT_EQ(check.calls, 0);
   ::munmap(shared, sizeof(Shared));
 }
@@ -90,7 +90,7 @@ TEST(Waiter, ACheckThatThrowsEndsTheWait) {
   } check;
   Shared* shared = make_shared_page();
   Waiter waiter(&shared->waiter, 2);
-  EXPECT_THROW(waiter.until(shared->progress.arrived, 1, Expect::kArrival, check), std::runtime_error);
+  EXPECT_THROW(waiter.until(shared->progress.arrived, 1, check), std::runtime_error);
   ::munmap(shared, sizeof(Shared));
 }
 
@@ -108,11 +108,11 @@ TEST(Waiter, NoWakeUpIsLostInAPingPong) {
     Waiter waiter(&own.waiter, WaitPolicy{});
     NoCheck check;
     for (std::uint64_t round = 1; round <= kRounds; ++round) {
-      if (me == 1) waiter.until(other.progress.arrived, round, Expect::kArrival, check);
+      if (me == 1) waiter.until(other.progress.arrived, round, check);
       own.progress.arrived.store(round, std::memory_order_release);
       std::atomic_thread_fence(std::memory_order_seq_cst);
       if (other.waiter.parked.load(std::memory_order_relaxed) != 0) wake_all(own.progress.arrived);
-      if (me == 0) waiter.until(other.progress.arrived, round, Expect::kArrival, check);
+      if (me == 0) waiter.until(other.progress.arrived, round, check);
     }
   };
   const auto start = Clock::now();
@@ -129,16 +129,16 @@ TEST(Waiter, NoWakeUpIsLostInAPingPong) {
 }
 
 TEST(WaitPolicy, SpinsOnlyWhereCoresSuffice) {
-  for (const Expect expect : {Expect::kArrival, Expect::kProgress}) {
-    EXPECT_GT(wait_policy(2, 2, false, expect).spin.count(), 0);
-    EXPECT_EQ(wait_policy(4, 2, false, expect).spin.count(), 0);
-    EXPECT_GT(wait_policy(4, 2, false, expect).yield.count(), 0);
-    EXPECT_EQ(wait_policy(2, 2, true, expect).spin.count(), 0);
-    EXPECT_GT(wait_policy(2, 4, true, expect).spin.count(), 0);
-  }
-  // In the background a rank is patient with peers that have not begun.
-  EXPECT_LT(wait_policy(2, 2, true, Expect::kArrival).yield,
-            wait_policy(2, 2, true, Expect::kProgress).yield);
+  EXPECT_GT(wait_policy(2, 2, false).spin.count(), 0);
+  EXPECT_EQ(wait_policy(4, 2, false).spin.count(), 0);
+  EXPECT_GT(wait_policy(4, 2, false).yield.count(), 0);
+  EXPECT_GT(wait_policy(2, 4, true).spin.count(), 0);
+}
+
+TEST(WaitPolicy, SleepsAtOnceBehindAComputationThatNeedsTheCore) {
+  EXPECT_EQ(wait_policy(2, 2, true).spin.count(), 0);
+  EXPECT_EQ(wait_policy(2, 2, true).yield.count(), 0);
+  EXPECT_EQ(wait_policy(2, 3, true).yield.count(), 0);
 }
 
 }  // namespace
