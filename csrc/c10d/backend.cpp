@@ -233,6 +233,8 @@ void FcclBackend::abort() {
   if (carrier_->group() != nullptr) {
     carrier_->group()->abort("abort() was called on rank " + std::to_string(rank_) + " of group " +
                              group_name_);
+  } else if (!aborted_.exchange(true)) {
+    failure_hooks_->run();  // a group of one rank
   }
   std::lock_guard lock(cuda_mutex_);
   if (cuda_inner_) cuda_inner_->abort();

@@ -190,6 +190,7 @@ class FcclBackend final : public ::c10d::Backend {
   std::vector<WorkPtr> coalesced_;
 
   std::atomic<bool> shut_down_{false};
+  std::atomic<bool> aborted_{false};  // in a group of one rank
 };
 
 // A call on several tensors is several collectives of the carrier. Their number is compared first, or a rank

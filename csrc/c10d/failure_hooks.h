@@ -5,6 +5,7 @@
 #include <exception>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -13,33 +14,26 @@
 
 namespace fccl::c10d_backend {
 
-// Thread-safety: any thread may call anything. A hook runs without the lock, so it may add and remove hooks.
+// Thread-safety: any thread may call anything. Hooks are run, copied and freed without the lock: they hold
+// objects of Python's, whose lock the thread that wants ours may hold.
 class FailureHooks {
  public:
-  void add(std::int64_t id, std::function<void()> hook) {
-    const std::lock_guard lock(mutex_);
-    hooks_[id] = std::move(hook);
-  }
-  void remove(std::int64_t id) {
-    std::function<void()> freed;  // outside the lock: it may hold objects of Python's
-    const std::lock_guard lock(mutex_);
-    const auto it = hooks_.find(id);
-    if (it == hooks_.end()) return;
-    freed = std::move(it->second);
-    hooks_.erase(it);
-  }
+  using Hook = std::function<void()>;
+
+  void add(std::int64_t id, Hook hook) { exchange(id, std::make_shared<const Hook>(std::move(hook))); }
+  void remove(std::int64_t id) { exchange(id, nullptr); }
 
   // Runs them in the order of their ids. What one throws is a warning: the group's own error is what counts.
   void run() noexcept {
     try {
-      std::map<std::int64_t, std::function<void()>> hooks;
+      std::map<std::int64_t, std::shared_ptr<const Hook>> hooks;
       {
         const std::lock_guard lock(mutex_);
         hooks = hooks_;
       }
       for (const auto& [id, hook] : hooks) {
         try {
-          hook();
+          (*hook)();
         } catch (const std::exception& error) {
           warn("fccl: abort hook " + std::to_string(id) + " failed: " + error.what());
         }
@@ -49,8 +43,19 @@ class FailureHooks {
   }
 
  private:
+  void exchange(std::int64_t id, std::shared_ptr<const Hook> hook) {
+    std::shared_ptr<const Hook> old = std::move(hook);  // freed when the lock no longer is held
+    const std::lock_guard lock(mutex_);
+    if (old) {
+      hooks_[id].swap(old);
+    } else if (const auto it = hooks_.find(id); it != hooks_.end()) {
+      old = std::move(it->second);
+      hooks_.erase(it);
+    }
+  }
+
   std::mutex mutex_;
-  std::map<std::int64_t, std::function<void()>> hooks_;
+  std::map<std::int64_t, std::shared_ptr<const Hook>> hooks_;
 };
 
 }  // namespace fccl::c10d_backend

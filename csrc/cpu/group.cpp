@@ -50,8 +50,12 @@ Error Group::State::fail(const Error& error) noexcept {
     failed.store(true);
   }
   wake_everyone();
-  if (config.on_failure) config.on_failure();
   return error;
+}
+
+void Group::State::after_failure() noexcept {
+  if (!failed.load() || reported.exchange(true)) return;
+  if (config.on_failure) config.on_failure();
 }
 
 Group::State::State() = default;
@@ -352,6 +356,7 @@ Error settle_error(Group::State& state, const Error& error) {
   }
   const Error held = state.fail(error);
   state.give_up();
+  state.after_failure();
   return held;
 }
 
@@ -359,6 +364,7 @@ void fail_interrupted(Group::State& state, const Description& description) noexc
   state.fail(Error(ErrorKind::kInterrupted, "fccl " + description.to_string() + " was interrupted on " +
                                                 state.where() + "; the group cannot be used any more"));
   state.give_up();
+  state.after_failure();
 }
 
 // ---- the group ------------------------------------------------------------------------------
@@ -422,6 +428,7 @@ void Group::reject(const std::string& why, const Deadline& deadline) noexcept {
 
 void Group::abort(const std::string& reason) noexcept {
   state_->fail(Error(ErrorKind::kAborted, "fccl " + state_->where() + " was aborted: " + reason));
+  state_->after_failure();
 }
 
 // The order matters: once requests are ended their memory is the caller's again, and a peer that fetches from

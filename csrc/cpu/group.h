@@ -55,8 +55,8 @@ struct GroupConfig {
   std::string name;                      // for messages: torch's group name
   std::shared_ptr<KeyValueStore> store;  // private to this incarnation of the group
   GroupTesting testing = {};
-  // Called once, when the group fails on this rank, whatever the reason: by the thread that noticed, after
-  // the peers have been told and before anybody here gets to see the error. Must not throw or use the group.
+  // Called once, when the group has failed on this rank, whatever the reason: by a thread that noticed, with
+  // no lock held, after the peers have been told and before that thread throws. Must not throw.
   std::function<void()> on_failure = {};
 };
 

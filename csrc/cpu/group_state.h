@@ -84,7 +84,8 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   mutable std::mutex failure_mutex;
   std::optional<Error> failure;
   std::atomic<bool> failed{false};
-  std::atomic<bool> left{false};  // stored under failure_mutex, as `failure` is
+  std::atomic<bool> reported{false};  // whether on_failure has been called
+  std::atomic<bool> left{false};      // stored under failure_mutex, as `failure` is
   std::atomic<bool> leaving{false};
 
   State();
@@ -100,6 +101,9 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   void publish(std::atomic<std::uint64_t>& word, std::uint64_t value) const;
   // Fails the group unless it has failed already; returns the error that holds.
   Error fail(const Error& error) noexcept;
+  // Calls the user's on_failure if the group has failed and nobody has yet. Whoever may have called fail()
+  // calls this once it holds no lock and its peers need nothing more of it: it runs what users wrote.
+  void after_failure() noexcept;
   void throw_if_failed() const;
   std::optional<Error> held_failure() const;
   // What `peer` says if it has failed in collective `number` or before.

@@ -54,6 +54,10 @@ std::string Matcher::describe_requests_with(int rank) const {
   }
   const Peer& peer = at(rank);
   waiting.insert(waiting.end(), peer.collecting.begin(), peer.collecting.end());
+  for (const Fetch& fetch : peer.fetching) waiting.push_back(fetch.request);
+  for (const Outgoing& outgoing : peer.queue) {
+    if (outgoing.request) waiting.push_back(outgoing.request);
+  }
   for (const auto& [id, request] : peer.offered) waiting.push_back(request);
   waiting.insert(waiting.end(), peer.staging.begin(), peer.staging.end());
   std::string text;

@@ -65,6 +65,11 @@ void PointToPoint::post(const RequestPtr& request) {
     }
     guarded([&] { matcher_.post(request); });
     end_all(lock);
+    if (state_.failed.load()) {  // the request has ended with the error, and whoever waits for it throws
+      lock.unlock();
+      state_.after_failure();
+      return;
+    }
     // What ended at once may have left an answer for the peer behind.
     if (!matcher_.is_busy()) return;
     if (!worker_runs_) start_worker();
@@ -97,6 +102,8 @@ bool PointToPoint::progress() {
     guarded([&] { moved = matcher_.progress(); });
   }
   end_all(lock);
+  lock.unlock();
+  state_.after_failure();
   return moved;
 }
 
@@ -270,6 +277,8 @@ void PointToPoint::look_around() {
     break;
   }
   end_all(lock);
+  lock.unlock();
+  state_.after_failure();
 }
 
 Error PointToPoint::timed_out(const Request& request, const Deadline& deadline) {
@@ -307,6 +316,7 @@ void PointToPoint::work() {
   } catch (const std::exception& error) {  // no memory, say: those that wait will see
     state_.fail(Error(ErrorKind::kSystem,
                       "fccl point-to-point, " + state_.where() + ": failed on this rank: " + error.what()));
+    state_.after_failure();
   }
 }
 

@@ -47,18 +47,15 @@ std::byte* map_shared(int fd, std::size_t size, int protection) {
   const std::size_t skipped =
       (kLargePage - reinterpret_cast<std::uintptr_t>(begin) % kLargePage) % kLargePage;
   void* data = ::mmap(begin + skipped, size, protection, kFlags | MAP_FIXED, fd, 0);
-  if (data == MAP_FAILED) {
-    const int error = errno;
-    ::munmap(begin, room);
-    errno = error;
-    return nullptr;
-  }
-  // Whole pages are mapped, and what lies behind the last one goes.
-  const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  // Whole pages are mapped, and what lies around them goes. Should the second mapping have failed, the place
+  // may be another thread's already, and nothing but address space is lost if it is not.
+  const int error = errno;
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   const std::size_t end = skipped + (size + page - 1) / page * page;
   if (skipped != 0) ::munmap(begin, skipped);
   if (end < room) ::munmap(begin + end, room - end);
-  return static_cast<std::byte*>(data);
+  errno = error;
+  return data == MAP_FAILED ? nullptr : static_cast<std::byte*>(data);
 }
 
 }  // namespace
@@ -102,8 +99,12 @@ void Segment::allocate(std::size_t offset, std::size_t size) {
 }
 
 int Segment::put_memory(std::size_t offset, std::size_t size) noexcept {
+  return put_memory(offset, size, offered());
+}
+
+int Segment::put_memory(std::size_t offset, std::size_t size, LargePages offer) noexcept {
   // By the thread that will use it: under the usual policy memory then lies on the NUMA node it runs on.
-  if (offered() == LargePages::kOnAdvice && offset % kLargePage == 0) {
+  if (offer == LargePages::kOnAdvice && offset % kLargePage == 0) {
     // posix_fallocate() does not know of the mapping and its advice; being touched does. Where that is not to
     // be had (Linux before 5.14) or fails, the way below says what is wrong.
     const std::size_t whole = size / kLargePage * kLargePage;

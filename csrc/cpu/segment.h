@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "cpu/environment.h"
+
 namespace fccl::cpu {
 
 // A file descriptor that closes itself.
@@ -48,6 +50,7 @@ class Segment {
   // As allocate(), without that look and without exceptions: 0 or an errno, after which some of the part may
   // have memory. On large pages where the system offers them and the part holds whole ones.
   int put_memory(std::size_t offset, std::size_t size) noexcept;
+  int put_memory(std::size_t offset, std::size_t size, LargePages offer) noexcept;  // as if that were offered
   // reserve() and allocate() of the whole.
   static Segment create(std::size_t size);
 

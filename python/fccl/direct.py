@@ -6,16 +6,19 @@ backend of the group at once. They are synchronous, and do the same, in the same
 calls: both kinds may be mixed at will, even one on one rank and the other on its peers.
 
 Whatever is not a plain CPU tensor on a group of fccl's takes the way through torch.distributed: other backends and
-devices, ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, tensor subclasses, dispatch modes, ``torch.compile``.
+devices, complex numbers, ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, tensor subclasses, dispatch and function modes,
+``torch.compile``.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.overrides import has_torch_function
 
 __all__ = ["all_gather_into_tensor", "all_reduce", "barrier", "broadcast"]
 
@@ -43,11 +46,16 @@ def _load() -> Any:
     global _native
     from fccl import _extension
 
-    try:
-        _native = _extension.load()
-    except ImportError:
-        return _NoModule  # not kept: the group may yet be made, and say what is wrong
-    return _native
+    module: Any = _NoModule
+    with contextlib.suppress(ImportError):
+        module = _extension.load()
+    if dist.is_initialized():  # before, the module may still be found
+        _native = module
+    return module
+
+
+def _may_be_direct(*tensors: Tensor) -> bool:
+    return not is_compiling() and not has_torch_function(tensors)
 
 
 def all_reduce(tensor: Tensor, op: Any = _SUM, group: dist.ProcessGroup | None = None) -> None:
@@ -64,7 +72,7 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: dist.ProcessGroup | None =
         torch.distributed.DistBackendError: The ranks' calls do not fit each other; a rank died, left, or did not
             come in time.
     """
-    if not is_compiling() and (_native or _load()).direct_all_reduce(
+    if _may_be_direct(tensor) and (_native or _load()).direct_all_reduce(
         _GroupMember.WORLD if group is None else group, tensor, op
     ):
         return
@@ -84,7 +92,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: dist.ProcessGro
         ValueError: As `all_reduce`.
         torch.distributed.DistBackendError: As `all_reduce`.
     """
-    if not is_compiling() and (_native or _load()).direct_all_gather(
+    if _may_be_direct(output, input) and (_native or _load()).direct_all_gather(
         _GroupMember.WORLD if group is None else group, output, input
     ):
         return
@@ -110,7 +118,7 @@ def broadcast(
         ValueError: As `all_reduce`; also if both of ``src`` and ``group_src`` are given, or none.
         torch.distributed.DistBackendError: As `all_reduce`.
     """
-    if not is_compiling() and (src is None) != (group_src is None):
+    if _may_be_direct(tensor) and (src is None) != (group_src is None):
         root = group_src
         if root is None:
             root = src if group is None else _rank_in_group(group, src)

@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -85,6 +86,28 @@ std::size_t mapped_kib(const std::string& what) {
     if (ours && name == what + ":" && words >> kib) sum += kib;
   }
   return sum;
+}
+
+// Touched rather than allocated, which works with small pages as well; and what is no whole large page,
+// allocated.
+TEST(Segment, HasMemoryWhicheverWayItIsPutThere) {
+  for (const std::size_t offset : {std::size_t{0}, kLargePage, kLargePage + 4096}) {
+    for (const std::size_t size : {2 * kLargePage + 4096, kLargePage, std::size_t{4096}}) {
+      for (const LargePages offer : {LargePages::kNever, LargePages::kOnAdvice, LargePages::kByItself}) {
+        Segment segment = Segment::reserve(8 * kLargePage);
+        ASSERT_EQ(segment.put_memory(offset, size, offer), 0);
+        struct stat info{};
+        ASSERT_EQ(::fstat(segment.descriptor().get(), &info), 0);
+        const std::size_t held = static_cast<std::size_t>(info.st_blocks) * 512;
+        EXPECT_GE(held, size);
+        if (large_pages() == LargePages::kNever) {
+          EXPECT_EQ(held, size);
+        }
+        for (std::size_t at = offset; at < offset + size; at += 4096)
+          ASSERT_EQ(segment.data()[at], std::byte{0}) << at;
+      }
+    }
+  }
 }
 
 TEST(Segment, LiesOnLargePagesWhereTheSystemOffersThem) {

@@ -277,7 +277,7 @@ def gone(rank, world_size, how):
         rf".*It is needed here for {'send' if rank else 'recv'}\(float32, count=\d+, tag=0\) (to|from) rank 1"
     )
     start = time.monotonic()
-    calls = [lambda: dist.recv(torch.zeros(3), 1), lambda: dist.send(torch.zeros(LARGE), 1)]
+    calls = [lambda: dist.recv(torch.zeros(3), 1), lambda: dist.send(fccl.zeros(LARGE), 1)]
     with pytest.raises(dist.DistNetworkError, match=words):
         calls[rank // 2]()
     assert time.monotonic() - start < 5

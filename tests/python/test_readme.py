@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("lightning", "hooks", "benchmarking", "memory", "direct")))
+DOCUMENTS = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("lightning", "hooks", "benchmarking", "memory", "direct")),
+)
 
 
 def blocks(language: str) -> list[tuple[str, int, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -48,17 +49,73 @@ def test_abort_hooks_run_when_a_call_times_out():
 
 def hooks_at_a_death(rank, world_size):
     called = []
-    dist.group.WORLD.register_abort_hook(7, lambda: called.append(rank))
+    pending = dist.irecv(torch.ones(1), 1, tag=3) if rank == 0 else None
+
+    def hook():
+        # What a user may do in it: look at what is under way, and let another thread use the group.
+        called.append(pending.is_completed())
+        thread = threading.Thread(target=lambda: called.append(fccl.backend_of().engine))
+        thread.start()
+        thread.join()
+        dist.group.WORLD.unregister_abort_hook(7)
+
+    dist.group.WORLD.register_abort_hook(7, hook)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError, match="process of rank 1 ended"):
         dist.recv(torch.ones(1), 1)
-    assert called == [0]
+    deadline = time.monotonic() + 5  # another thread may have noticed first
+    while len(called) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert called == [True, "shared-memory"]
 
 
 def test_abort_hooks_run_when_a_peer_dies():
     run_ranks(hooks_at_a_death, 2, expect_exit={1: -9})
+
+
+def hooks_at_abort(rank, world_size):
+    called = []
+    dist.group.WORLD.register_abort_hook(1, lambda: called.append(1))
+    dist.distributed_c10d._abort_process_group()
+    assert called == [1]
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_abort_hooks_run_at_an_abort(world_size):
+    run_ranks(hooks_at_abort, world_size)
+
+
+def hooks_around_calls(rank, world_size):
+    group = dist.group.WORLD
+    seen: list = []
+    group.register_pre_hook(1, lambda args: seen.append((args.name, args.root, len(args.input_tensors))))
+    group.register_post_hook(1, lambda args: seen.append(args.name))
+    calls = (
+        (dist.all_reduce, fccl.all_reduce, (torch.ones(2),), {}),
+        (dist.broadcast, fccl.broadcast, (torch.ones(2),), {"src": 1}),
+        (
+            dist.all_gather_single,
+            fccl.all_gather_into_tensor,
+            (torch.ones(2 * world_size), torch.ones(2)),
+            {},
+        ),
+        (dist.barrier, fccl.barrier, (), {}),
+    )
+    for through_torch, direct, arguments, options in calls:
+        noted = []
+        for call in (through_torch, direct):
+            seen.clear()
+            call(*arguments, **options)
+            noted.append(list(seen))
+        assert noted[0] == noted[1] and len(noted[0]) == 2, noted
+    group.unregister_pre_hook(1)
+    group.unregister_post_hook(1)
+
+
+def test_hooks_around_calls_see_direct_ones(rank_pool):
+    rank_pool(2).run(hooks_around_calls)
 
 
 def gathers(rank, world_size):
