@@ -210,4 +210,7 @@ def test_a_short_demo() -> None:
         assert run["step_ms"] > run["wait_ms"] > 0
         assert run["collectives_per_step"] >= run["buckets"] >= 1
     assert "Epoch 1" in done.stderr, "Lightning's progress bar"
-    assert "are equal to the bit" in done.stderr and "is faster" in done.stderr
+    assert "are equal to the bit" in done.stderr
+    # Which is faster depends on what else the machine does; that the report says what was measured does not.
+    runs = [_run(run["backend"], step_ms=run["step_ms"], wait_ms=run["wait_ms"]) for run in (fccl, gloo)]
+    assert conclusion(*runs) in done.stderr
