@@ -90,7 +90,7 @@ def _print(facts: dict[str, Any]) -> None:
     cache = facts["last_level_cache_bytes"]
     shares = _yes_no(facts["shares_memory"])
     if facts["environment"].get("FCCL_SHM") == "0":
-        shares += ", but FCCL_SHM=0 turns the shared-memory engine off"
+        shares = "turned off by FCCL_SHM=0"
     elif facts["why_no_shared_memory"]:
         shares += f": {facts['why_no_shared_memory']}"
     if facts["why_no_arena"]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.overrides import has_torch_function
+from torch.overrides import has_torch_function_unary
 
 __all__ = ["all_gather_into_tensor", "all_reduce", "barrier", "broadcast"]
 
@@ -54,8 +54,9 @@ def _load() -> Any:
     return module
 
 
-def _may_be_direct(*tensors: Tensor) -> bool:
-    return not is_compiling() and not has_torch_function(tensors)
+def _may_be_direct(tensor: Tensor) -> bool:
+    # What is no tensor torch refuses with better words.
+    return isinstance(tensor, Tensor) and not has_torch_function_unary(tensor) and not is_compiling()
 
 
 def all_reduce(tensor: Tensor, op: Any = _SUM, group: dist.ProcessGroup | None = None) -> None:
@@ -92,8 +93,12 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: dist.ProcessGro
         ValueError: As `all_reduce`.
         torch.distributed.DistBackendError: As `all_reduce`.
     """
-    if _may_be_direct(output, input) and (_native or _load()).direct_all_gather(
-        _GroupMember.WORLD if group is None else group, output, input
+    if (
+        _may_be_direct(output)
+        and _may_be_direct(input)
+        and (_native or _load()).direct_all_gather(
+            _GroupMember.WORLD if group is None else group, output, input
+        )
     ):
         return
     getattr(dist, _ALL_GATHER)(output, input, group=group)

@@ -227,6 +227,23 @@ def test_refusals():
     run_ranks(refusals, 2)
 
 
+def no_tensors(rank, world_size):
+    for direct, through_torch, arguments in (
+        (fccl.all_reduce, dist.all_reduce, ([1.0],)),
+        (fccl.broadcast, dist.broadcast, (3, 0)),
+        (fccl.all_gather_into_tensor, getattr(dist, GATHER), (torch.ones(2), None)),
+    ):
+        with pytest.raises(REFUSED) as of_torch:
+            through_torch(*arguments)
+        with pytest.raises(type(of_torch.value)) as ours:
+            direct(*arguments)
+        assert str(ours.value) == str(of_torch.value)
+
+
+def test_what_is_no_tensor_is_refused_as_torch_does(rank_pool):
+    rank_pool(2).run(no_tensors)
+
+
 def test_without_a_group():
     assert not dist.is_initialized()
     for call in (

@@ -244,7 +244,7 @@ def _warn_inner(engines: dict[str, dict[str, str]], ranks: int, out: IO[str]) ->
     why = engine["why"] or "it does not say why"
     print(
         f"{line}\n! fccl did NOT run on shared memory: its inner engine (Gloo) carried the calls, so these\n"
-        f"! numbers are Gloo's. Reason: {why}\n{line}",
+        f"! numbers are Gloo's, with an exchange of the calls' descriptions before each. Reason: {why}\n{line}",
         file=out,
         flush=True,
     )
