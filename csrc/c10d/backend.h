@@ -17,6 +17,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/version.h>
 
 #include "c10d/carrier.h"
 #include "c10d/executor.h"
@@ -119,6 +120,9 @@ class FcclBackend final : public ::c10d::Backend {
 #ifdef C10D_BACKEND_HAS_HOOKS
   void registerAbortHook(std::int64_t id, ::c10d::AbortHook hook) override;
   void unregisterAbortHook(std::int64_t id) override;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+  bool supportsAbortHooks() const override { return true; }
+#endif
 #endif
   void shutdown() override;
   void release_resources() override;  // c10's, for intrusive_ptr
