@@ -3,6 +3,7 @@
 // Each returns false, having done nothing, where the call must go through torch.distributed.
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
@@ -43,6 +44,11 @@ bool is_ordinary(const at::Tensor& tensor) {
 
 #ifdef C10D_BACKEND_HAS_HOOKS  // torch 2.14: what users registered to run around every collective
 using Name = ::c10d::HookOpName;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+constexpr Name kAllGather = Name::ALLGATHER_BASE;
+#else
+constexpr Name kAllGather = Name::ALLGATHER;
+#endif
 template <class Make>
 void between_hooks(const Target& target, Name name, std::int64_t root, const std::vector<at::Tensor>& inputs,
                    const std::vector<at::Tensor>& outputs, Make&& make) {
@@ -51,6 +57,7 @@ void between_hooks(const Target& target, Name name, std::int64_t root, const std
 }
 #else
 enum class Name { ALLREDUCE, ALLGATHER, BROADCAST, BARRIER };
+constexpr Name kAllGather = Name::ALLGATHER;
 template <class Make>
 void between_hooks(const Target&, Name, std::int64_t, const std::vector<at::Tensor>&,
                    const std::vector<at::Tensor>&, Make&& make) {
@@ -77,7 +84,7 @@ bool all_gather(const py::handle& group, at::Tensor output, at::Tensor input) {
   ::c10d::AllgatherOptions options;
   options.asyncOp = false;
   const py::gil_scoped_release unlocked;
-  between_hooks(target, Name::ALLGATHER, -1, {input}, {output},
+  between_hooks(target, kAllGather, -1, {input}, {output},
                 [&] { return target.backend->_allgather_base(output, input, options); });
   return true;
 }
