@@ -15,9 +15,9 @@
 #include <thread>
 #include <vector>
 
+#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/version.h>
 
 #include "c10d/carrier.h"
 #include "c10d/executor.h"
