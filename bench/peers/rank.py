@@ -48,10 +48,10 @@ class _PeerRank(OperationRank):
 def main() -> None:
     """Measures; writes what this rank has to say to ``FOLDER/RANK.json``."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("library", choices=LIBRARIES)
+    parser.add_argument("peer", choices=LIBRARIES)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    peer = LIBRARIES[args.library].peer()
+    peer = LIBRARIES[args.peer].peer()
     number, ranks = peer.identity()
     torch.set_num_threads(1)
     config = BenchConfig.from_dict(json.loads((args.folder / "config.json").read_text()))
@@ -61,7 +61,7 @@ def main() -> None:
             raise RuntimeError(f"the launcher started {ranks} ranks, expected {config.ranks}")
         descriptor = os.open(args.folder / "board", os.O_RDWR)
         board = Board(descriptor, ranks, number, config.timeout + 5)
-        rank = _PeerRank(config, number, board, args.library, peer)
+        rank = _PeerRank(config, number, board, args.peer, peer)
         rank.make_groups((args.folder / "rendezvous").as_uri())
         peer.begin(number, ranks, args.folder)
         said["version"] = peer.version()

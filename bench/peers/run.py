@@ -74,7 +74,7 @@ def _parse(arguments: list[str]) -> tuple[str, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("library", choices=LIBRARIES)
+    parser.add_argument("peer", metavar="LIBRARY", choices=LIBRARIES, help=", ".join(LIBRARIES))
     parser.add_argument("op", nargs="?", default="all_reduce", help="the operation (default all_reduce)")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of `fccl bench`")
     mine, rest = parser.parse_known_args(arguments)
@@ -83,7 +83,7 @@ def _parse(arguments: list[str]) -> tuple[str, argparse.Namespace]:
     # The operation may be left out, in front of options.
     op = [mine.op] if not mine.op.startswith("-") else ["all_reduce", mine.op]
     args = bench.parse_args(["bench", *op, *rest, *mine.options])
-    return mine.library, args
+    return mine.peer, args
 
 
 def _plan(name: str, args: argparse.Namespace) -> BenchConfig:

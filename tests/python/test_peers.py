@@ -37,8 +37,12 @@ def test_a_comparison(arguments, backends):
     assert "all results right" in done.stderr
 
 
-def patched_run(code: str) -> subprocess.CompletedProcess[str]:
-    """A comparison with Gloo whose ranks execute ``code`` instead of rank.py."""
+def patched_run(patch: str) -> subprocess.CompletedProcess[str]:
+    """A comparison with Gloo whose ranks execute ``patch`` before rank.py."""
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); sys.argv[1:] = sys.argv[2:]\n"
+        f"import libraries\n{patch}import rank; rank.main()\n"
+    )
     script = (
         f"import sys; sys.path.insert(0, {str(RUN.parent)!r})\n"
         "import run\n"
@@ -56,30 +60,21 @@ def patched_run(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_wrong_results_are_found():
     """A library whose calls do nothing."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); sys.argv[1:] = sys.argv[2:]\n"
-        "import libraries\n"
-        "libraries._Gloo.bind = lambda *_: lambda: None\n"
-        "import rank; rank.main()\n"
-    )
-    done = patched_run(code)
+    done = patched_run("libraries._Gloo.bind = lambda *_: lambda: None\n")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "# WRONG results from gloo" in done.stdout
 
 
 def test_a_rank_that_fails_ends_the_others():
     """The library fails on one rank; the other waits for it."""
-    code = (
-        "import sys, os; sys.path.insert(0, sys.argv[1]); sys.argv[1:] = sys.argv[2:]\n"
-        "import libraries\n"
+    patch = (
         "bind = libraries._Gloo.bind\n"
         "def failing(*arguments):\n"
         "    if os.environ['RANK'] == '1': raise ValueError('not today')\n"
         "    return bind(*arguments)\n"
         "libraries._Gloo.bind = failing\n"
-        "import rank; rank.main()\n"
     )
-    done = patched_run(code)
+    done = patched_run(patch)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "rank 1: ValueError: not today" in done.stderr
 
