@@ -1,4 +1,4 @@
-// float16 and bfloat16 <-> float32, written once for scalars, for GCC vectors and (later) for device
+// float16 and bfloat16 <-> float32, written once for scalars, for GCC vectors and for device
 // code: exact widening, narrowing with one rounding to nearest even, subnormals kept.
 //
 // Only integer operations and float operations whose operands and results are normal numbers or

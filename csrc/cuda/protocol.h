@@ -1,0 +1,165 @@
+// How the kernels of different GPUs keep together.
+//
+// A launch has a number, its generation, the same on all ranks since all launch the same kernels in the same
+// order. It is read from device memory by every block and counted up by the last block to finish: a launch
+// argument would repeat when a CUDA graph is replayed.
+//
+//  1. announce(phase): a block has pushed its part into the peers' mailboxes. All its threads have come to a
+//  sync();
+//     then one thread per peer releases that peer's signal.
+//  2. await(phase): one thread per peer acquires its signal; after a sync() all threads may read what the
+//  same
+//     block of each peer has pushed. Blocks of equal index work on equal parts: grids are equal on all ranks.
+//  3. Every kernel does both, towards all peers, even where no data flows (a broadcast's receivers announce
+//     too). So a launch that is over proves that all peers have begun it, and therefore that they are done
+//     with the launch before: launches of one rank run one after the other.
+//  4. Launch g uses half g mod 2 of mailboxes and signals. A rank that writes that half again, in launch g +
+//  2,
+//     has finished g + 1, so by 3 every peer is done with g. Two halves are enough; one is not, and neither
+//     are generations counted per block where grids differ from call to call: a block that sat out a launch
+//     would know nothing of what its peers are still reading.
+//  5. A signal is awaited by equality: by 4 its peer can be no generation further within this half.
+//
+// Failure: whoever waits polls its abort word and the clock. On expiry, or when a peer's description differs,
+// the first thread to notice writes the failure to host memory and sets the abort word of every rank, itself
+// included; all blocks then poison their part of the output and end. The group is not usable any more. A rank
+// that comes later finds its abort word set, and fails before it sends anything.
+#pragma once
+
+#include "cuda/seam.h"
+#include "cuda/workspace.h"
+
+namespace fccl::cuda {
+
+// Faults that tests inject, to prove that they would be found. All false in what is shipped.
+struct NoFaults {
+  static constexpr bool kNoFlagWait = false;        // await() does not wait
+  static constexpr bool kRelaxedFlag = false;       // announce() does not release
+  static constexpr bool kRelaxedWait = false;       // await() does not acquire
+  static constexpr bool kNoSyncBeforeFlag = false;  // announce() does not wait for the block's other threads
+  static constexpr bool kOneMailbox = false;        // both halves are the same
+  static constexpr bool kPerBlockCounters = false;  // each block counts its own launches
+};
+
+FCCL_KERNEL Control& control_of(const Session& session, int rank) {
+  return *reinterpret_cast<Control*>(session.workspace[rank]);
+}
+
+template <class Faults>
+class Protocol {
+ public:
+  FCCL_KERNEL explicit Protocol(const Session& session)
+      : session_(session), own_(control_of(session, session.rank)) {
+    generation_ =
+        Faults::kPerBlockCounters ? own_.block_generation[block_index()] + 1 : load_relaxed(&own_.generation);
+    deadline_ = clock_ns() + session.timeout_ns;
+    half_ = Faults::kOneMailbox ? 0 : static_cast<unsigned>(generation_ % 2);
+  }
+
+  // Whether the group was alive when this launch began; the same for all threads.
+  FCCL_KERNEL bool alive() {
+    bool aborted = false;
+    if (thread_index() == 0) {
+      const std::uint32_t abort = load_relaxed(&own_.abort);
+      aborted = abort != 0;
+      if (aborted) report(Failure::kAborted, abort - 1, 0);
+    }
+    return !sync_or(aborted);
+  }
+
+  // The mailboxes of this launch in `rank`'s workspace.
+  FCCL_KERNEL Vector* mailbox(int rank) const {
+    return reinterpret_cast<Vector*>(session_.workspace[rank] + sizeof(Control) +
+                                     half_ * session_.half_bytes);
+  }
+
+  FCCL_KERNEL void announce(unsigned phase) {
+    if (!Faults::kNoSyncBeforeFlag) sync();
+    for (int peer = static_cast<int>(thread_index()); peer < session_.world;
+         peer += static_cast<int>(thread_count())) {
+      Signal& signal = control_of(session_, peer).signals[half_][phase][block_index()][session_.rank];
+      store_peer(&signal.description, session_.description);
+      if (Faults::kRelaxedFlag) {
+        store_relaxed(&signal.generation, generation_);
+      } else {
+        store_release(&signal.generation, generation_);
+      }
+    }
+  }
+
+  // Whether all peers have announced `phase` of this very call; the same for all threads.
+  FCCL_KERNEL bool await(unsigned phase) {
+    bool failed = false;
+    for (int peer = static_cast<int>(thread_index()); peer < session_.world;
+         peer += static_cast<int>(thread_count())) {
+      failed =
+          failed || !await_peer(own_.signals[half_][phase][block_index()][peer], static_cast<unsigned>(peer));
+    }
+    return !sync_or(failed);
+  }
+
+  // The last thing a block does, whatever happened before.
+  FCCL_KERNEL void finish() {
+    sync();
+    if (thread_index() != 0) return;
+    if (Faults::kPerBlockCounters) {
+      own_.block_generation[block_index()] = generation_;
+      return;
+    }
+    if (fetch_add(&own_.finished_blocks, 1) + 1 == block_count()) {
+      store_relaxed(&own_.finished_blocks, 0u);
+      store_relaxed(&own_.generation, generation_ + 1);
+    }
+  }
+
+ private:
+  FCCL_KERNEL bool await_peer(Signal& signal, unsigned peer) {
+    if (Faults::kNoFlagWait) return true;
+    constexpr unsigned kTurnsBetweenChecks = 16;  // of abort word and clock, which cost more than the signal
+    for (unsigned turn = 1;; ++turn) {
+      const std::uint64_t seen =
+          Faults::kRelaxedWait ? load_relaxed(&signal.generation) : load_acquire(&signal.generation);
+      if (seen == generation_) break;
+      if (turn % kTurnsBetweenChecks == 0) {
+        const std::uint32_t abort = load_relaxed(&own_.abort);
+        if (abort != 0) {
+          report(Failure::kAborted, abort - 1, 0);
+          return false;
+        }
+        if (static_cast<std::int64_t>(clock_ns() - deadline_) > 0) {
+          report(Failure::kExpired, peer, 0);
+          return false;
+        }
+      }
+      pause();
+    }
+    const std::uint64_t theirs = load_mailbox(&signal.description);
+    if (theirs == session_.description) return true;
+    report(Failure::kMismatch, peer, theirs);
+    return false;
+  }
+
+  FCCL_KERNEL void report(Failure failure, std::uint32_t peer, std::uint64_t theirs) {
+    if (compare_exchange(&own_.reported, 0, 1)) {
+      Status& status = *session_.status;
+      store(&status.peer, peer);
+      store(&status.generation, generation_);
+      store(&status.mine, session_.description);
+      store(&status.theirs, theirs);
+      store_release(&status.failure, static_cast<std::uint32_t>(failure));
+    }
+    // One who was told need not tell: whoever gave up first has told all.
+    if (failure == Failure::kAborted) return;
+    for (int rank = 0; rank < session_.world; ++rank) {
+      store_relaxed(&control_of(session_, rank).abort, static_cast<std::uint32_t>(session_.rank) + 1);
+    }
+  }
+
+  const Session& session_;
+  Control& own_;
+  std::uint64_t generation_;
+  std::uint64_t deadline_;
+  unsigned half_;
+};
+
+}  // namespace fccl::cuda
