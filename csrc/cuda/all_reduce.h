@@ -50,12 +50,8 @@ struct OneShotAllReduce {
     const Vector* mailbox = protocol.mailbox(session.rank);
     for (std::uint64_t v = first; v < vectors; v += step) {
       if (alive) {
-        Vector sources[kMaxRanks];
-        FCCL_UNROLL
-        for (int rank = 0; rank < kMaxRanks; ++rank) {
-          if (rank < session.world) sources[rank] = load_mailbox(mailbox + rank * vectors + v);
-        }
-        store_vector(args.output, args.bytes, v, reduce_vectors<Element>(sources, session.world, args.op));
+        store_vector(args.output, args.bytes, v,
+                     reduce_mailbox<Element>(mailbox + v, vectors, session.world, args.op));
       } else {
         store_vector(args.output, args.bytes, v, poison<Element>());
       }
@@ -99,12 +95,7 @@ struct TwoShotAllReduce {
     if (alive) {
       for (std::uint64_t v = first; v < shard; v += step) {
         if (static_cast<std::uint64_t>(session.rank) * shard + v >= vectors) break;
-        Vector sources[kMaxRanks];
-        FCCL_UNROLL
-        for (int rank = 0; rank < kMaxRanks; ++rank) {
-          if (rank < session.world) sources[rank] = load_mailbox(own + rank * shard + v);
-        }
-        const Vector result = reduce_vectors<Element>(sources, session.world, args.op);
+        const Vector result = reduce_mailbox<Element>(own + v, shard, session.world, args.op);
         for (int i = 0; i < session.world; ++i) {
           const int peer = (session.rank + i) % session.world;
           store_peer(

@@ -9,6 +9,7 @@
 #include "codec/float16.h"
 #include "common/dtype.h"
 #include "cuda/seam.h"
+#include "cuda/workspace.h"
 
 namespace fccl::cuda {
 
@@ -173,16 +174,22 @@ FCCL_KERNEL T combine(ReduceOp op, T a, T b) {
   }
 }
 
-// The vectors of all ranks, reduced in rank order and rounded once.
+// One vector of each rank, `stride` vectors apart in a mailbox, reduced in rank order and rounded once. All
+// loads are under way before the first is used.
 template <class Element>
-FCCL_KERNEL Vector reduce_vectors(const Vector* sources, int world, ReduceOp op) {
+FCCL_KERNEL Vector reduce_mailbox(const Vector* mailbox, std::uint64_t stride, int world, ReduceOp op) {
   using T = typename Element::Accumulator;
+  Vector sources[kMaxRanks]{};
+  FCCL_UNROLL
+  for (int rank = 0; rank < kMaxRanks; ++rank) {
+    if (rank < world) sources[rank] = load_mailbox(mailbox + static_cast<std::uint64_t>(rank) * stride);
+  }
   Vector result{};
   FCCL_UNROLL
   for (int i = 0; i < Element::kPerVector; ++i) {
     T sum = Element::get(sources[0], i);
     FCCL_UNROLL
-    for (int rank = 1; rank < 8; ++rank) {
+    for (int rank = 1; rank < kMaxRanks; ++rank) {
       if (rank < world) sum = combine(op, sum, Element::get(sources[rank], i));
     }
     if constexpr (is_float<Element>) {

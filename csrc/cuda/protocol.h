@@ -150,6 +150,7 @@ class Protocol {
     }
     // One who was told need not tell: whoever gave up first has told all.
     if (failure == Failure::kAborted) return;
+    FCCL_NO_UNROLL
     for (int rank = 0; rank < session_.world; ++rank) {
       store_relaxed(&control_of(session_, rank).abort, static_cast<std::uint32_t>(session_.rank) + 1);
     }

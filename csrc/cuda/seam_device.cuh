@@ -7,6 +7,7 @@
 
 #define FCCL_KERNEL __device__ __forceinline__
 #define FCCL_UNROLL _Pragma("unroll")
+#define FCCL_NO_UNROLL _Pragma("unroll 1")
 
 namespace fccl::cuda {
 

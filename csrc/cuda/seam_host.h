@@ -17,7 +17,7 @@
 
 #include "cuda/seam.h"
 
-#if defined(__SANITIZE_THREAD__)
+#if defined(FCCL_THREAD_SANITIZER)
 #include <sanitizer/tsan_interface.h>
 #define FCCL_HB_RELEASE(address) __tsan_release(address)
 #define FCCL_HB_ACQUIRE(address) __tsan_acquire(address)
@@ -29,6 +29,7 @@
 
 #define FCCL_KERNEL inline
 #define FCCL_UNROLL
+#define FCCL_NO_UNROLL
 
 namespace fccl::cuda {
 namespace host {

@@ -36,6 +36,7 @@ struct Launcher::Stream {
   std::size_t alive = 0;
   std::size_t next = 0;  // plain: whose turn it is
   std::uint64_t asleep_until = 0;
+  bool trapped = false;
   // What ended blocks left unreleased: an end of a launch makes nothing visible to peers, the next release
   // does.
   std::vector<PeerStore> held_back;
@@ -51,13 +52,13 @@ class Launcher::Turns final : public Scheduler {
         most_turns_(most_turns) {}
 
   ~Turns() override {
-#if defined(__SANITIZE_THREAD__)
+#if defined(FCCL_THREAD_SANITIZER)
     for (const auto& fibre : pool_) __tsan_destroy_fiber(fibre->tsan);
 #endif
   }
 
   FCCL_UNWATCHED int run() {
-#if defined(__SANITIZE_THREAD__)
+#if defined(FCCL_THREAD_SANITIZER)
     main_tsan_ = __tsan_get_current_fiber();
 #endif
     for (Stream& stream : streams) begin(stream);
@@ -73,6 +74,7 @@ class Launcher::Turns final : public Scheduler {
       if (!fibre) continue;
       resume(*fibre);
       if (!fibre->ended) continue;
+      if (stream.trapped) stop(stream);
       if (--stream.alive == 0) {
         end(stream);
         begin(stream);
@@ -105,7 +107,7 @@ class Launcher::Turns final : public Scheduler {
   std::size_t below(std::size_t count) { return static_cast<std::size_t>(random_() % count); }
 
   FCCL_UNWATCHED static void switch_tsan([[maybe_unused]] void* to) {
-#if defined(__SANITIZE_THREAD__)
+#if defined(FCCL_THREAD_SANITIZER)
     constexpr unsigned kOrdersNothing = 1;
     __tsan_switch_to_fiber(to, kOrdersNothing);
 #endif
@@ -185,7 +187,7 @@ class Launcher::Turns final : public Scheduler {
     if (free_.empty()) {
       pool_.push_back(std::make_unique<Fibre>());
       fibre = pool_.back().get();
-#if defined(__SANITIZE_THREAD__)
+#if defined(FCCL_THREAD_SANITIZER)
       fibre->tsan = __tsan_create_fiber(0);
 #endif
     } else {
@@ -212,10 +214,11 @@ class Launcher::Turns final : public Scheduler {
       fibre.stream->launches.front().kernel();
     } catch (const Trapped&) {
       ++turns.traps_;
+      fibre.stream->trapped = true;
     }
-    FCCL_HB_RELEASE(&fibre.stream->boundary);
-    move_stores(fibre.thread.held_back, fibre.stream->held_back);
+    if (fibre.thread.delay) move_stores(fibre.thread.held_back, fibre.stream->held_back);
     fibre.ended = true;
+    FCCL_HB_RELEASE(&fibre.stream->boundary);
     turns.yield();  // never resumed
   }
 
@@ -225,6 +228,12 @@ class Launcher::Turns final : public Scheduler {
     switch_tsan(fibre.tsan);
     swapcontext(&main_, &fibre.context);
     running = nullptr;
+  }
+
+  // A trap ends all threads of the launch where they are, and the launches after it.
+  void stop(Stream& stream) {
+    stream.alive = 1;
+    stream.launches.resize(1);
   }
 
   void end(Stream& stream) {

@@ -40,7 +40,7 @@ class Launcher {
   void add(int rank, unsigned blocks, unsigned threads, const typename Kernel::Args& args,
            std::function<void()> after = {});
 
-  // Runs every launch. Returns how many threads ended in trap().
+  // Runs every launch. Returns how many ranks' streams a trap() ended.
   int run();
 
  private:
