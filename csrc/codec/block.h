@@ -7,6 +7,10 @@
 // element that is not finite has a code of its own: it comes out as NaN (as itself from float16,
 // bfloat16 and e5m2) wherever it is decoded, and its neighbours keep their values.
 //
+// With error feedback what is sent is gradient + remainder, and remainder_of() what was lost of it. Such a
+// block whose gradients are all zero (an unused parameter, a rank that is out of data) is sent as zeros, its
+// scale too, and keeps its remainder: DDP throws the result for a parameter away that no rank has used.
+//
 // Everything here is written once for scalars, GCC vectors and device code, from operations that round the
 // same everywhere (no division in the elements, no fused multiply-add, no operand that a thread which
 // flushes subnormals would see differently), so codes and results have the same bits on every processor.
@@ -50,12 +54,20 @@ template <class U>
 FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr U larger_magnitude(U a, U b) {
   return as_signed(a) > as_signed(b) ? a : b;
 }
-// `value` where `gate` is finite, else `otherwise`.
+// `value` where it is finite, else `otherwise`.
 template <class U, class F>
-FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F if_finite(F gate, F value, F otherwise) {
-  const U magnitude = __builtin_bit_cast(U, gate) & 0x7fffffffu;
+FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F if_finite(F value, F otherwise) {
+  const U bits = __builtin_bit_cast(U, value);
   return __builtin_bit_cast(
-      F, as_signed(magnitude) < 0x7f800000 ? __builtin_bit_cast(U, value) : __builtin_bit_cast(U, otherwise));
+      F, as_signed(bits & 0x7fffffffu) < 0x7f800000 ? bits : __builtin_bit_cast(U, otherwise));
+}
+// Every NaN as the positive quiet one without payload: which NaN inf * 0 is, and what of a NaN a
+// multiplication keeps, depends on the processor.
+template <class U, class F>
+FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F with_one_nan(F value) {
+  const U bits = __builtin_bit_cast(U, value);
+  return __builtin_bit_cast(
+      F, as_signed(bits & 0x7fffffffu) > 0x7f800000 ? splat<U>(0x7fc00000u) : bits);
 }
 
 }  // namespace generic
@@ -63,6 +75,7 @@ FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F if_finite(F gate, F value, F oth
 // The codes. encode() takes what is scaled already; lanes hold a code in their low bits, zeros above.
 struct BFloat16Code {
   static constexpr BlockFormat kFormat = BlockFormat::kBFloat16;
+  using Stored = std::uint16_t;
   static constexpr int kBytes = 2;
   static constexpr bool kScaled = false;
   template <class U, class F>
@@ -78,6 +91,7 @@ struct BFloat16Code {
 
 struct Float16Code {
   static constexpr BlockFormat kFormat = BlockFormat::kFloat16;
+  using Stored = std::uint16_t;
   static constexpr int kBytes = 2;
   static constexpr bool kScaled = true;
   template <class U, class F>
@@ -102,11 +116,16 @@ struct Float16Code {
 FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr BlockScale scale_to(float largest_code, std::uint32_t largest) {
   if (largest < kLeastMagnitude) return {0, 0};
   const float magnitude = __builtin_bit_cast(float, largest);
-  return {magnitude / largest_code, largest_code / magnitude};
+  const float scale = magnitude / largest_code;
+  // The largest float32 of all: a scale that was rounded up would take it to infinity on the way back.
+  const std::uint32_t step = largest == kInfinityBits - 1u ? 1u : 0u;
+  return {__builtin_bit_cast(float, __builtin_bit_cast(std::uint32_t, scale) - step),
+          largest_code / magnitude};
 }
 
 struct Int8Code {
   static constexpr BlockFormat kFormat = BlockFormat::kInt8;
+  using Stored = std::uint8_t;
   static constexpr int kBytes = 1;
   static constexpr bool kScaled = true;
   static constexpr float kLargest = 127;
@@ -135,6 +154,7 @@ struct Int8Code {
 
 struct Float8E4M3Code {
   static constexpr BlockFormat kFormat = BlockFormat::kFloat8E4M3;
+  using Stored = std::uint8_t;
   static constexpr int kBytes = 1;
   static constexpr bool kScaled = true;
   static constexpr float kLargest = 448;
@@ -153,6 +173,7 @@ struct Float8E4M3Code {
 
 struct Float8E5M2Code {
   static constexpr BlockFormat kFormat = BlockFormat::kFloat8E5M2;
+  using Stored = std::uint8_t;
   static constexpr int kBytes = 1;
   static constexpr bool kScaled = true;
   static constexpr float kLargest = 57344;
@@ -177,8 +198,10 @@ template <class Code, class U, class F>
 FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr U encode_scaled(F value, F inverse) {
   if constexpr (!Code::kScaled) {
     return Code::template encode<U>(value);
+  } else if constexpr (Code::kFormat == BlockFormat::kInt8) {
+    return Code::template encode<U>(value * inverse);  // one code for all that is not finite
   } else {
-    return Code::template encode<U>(value * inverse);
+    return Code::template encode<U>(with_one_nan<U>(value * inverse));
   }
 }
 template <class Code, class F, class U>
@@ -189,11 +212,18 @@ FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F decode_scaled(U code, F scale) {
     return Code::template decode<F>(code) * scale;
   }
 }
-// What the code of `value` does not say, to be added to the next value: error feedback. A value that is
-// not finite leaves the `previous` remainder as it was.
+// What the code of `value` does not say, to be added to the next value: error feedback. Where that is no
+// finite number (because `value` is none, or came out as none), the `previous` remainder stays.
 template <class Code, class U, class F>
 FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F remainder_of(F value, U code, F scale, F previous) {
-  return if_finite<U>(value, value - decode_scaled<Code, F>(code, scale), previous);
+  return if_finite<U>(value - decode_scaled<Code, F>(code, scale), previous);
+}
+// The same for a mean that its owner has encoded for all ranks: the next sum is short of `ranks` times what
+// was lost of it, and the owner alone makes that good.
+template <class Code, class U, class F>
+FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F remainder_with(F mean, U code, F scale, F ranks,
+                                                               F previous) {
+  return if_finite<U>(previous + ranks * (mean - decode_scaled<Code, F>(code, scale)), previous);
 }
 
 }  // namespace generic

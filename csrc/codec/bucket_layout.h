@@ -7,9 +7,9 @@
 // for the last ones, which may be shorter or empty. A rank's two parts form its shard. On the wire every
 // shard has the same size:
 //
-//   codes     blocks_per_shard slots of `block` codes; a parameter's last block may fill its slot only in
-//   part scales    blocks_per_shard float32, then zeros up to a multiple of 16 bytes; formats without a
-//   scale: none exempt    exempt_per_shard float32, a multiple of 4
+//   codes:  blocks_per_shard slots of `block` codes; a parameter's last block may fill its slot only in part
+//   scales: blocks_per_shard float32, then zeros up to a multiple of 16 bytes; formats without a scale: none
+//   exempt: exempt_per_shard float32, a multiple of 4
 //
 // Slots that hold no block, and what a short block leaves free, are zero bytes, so that messages depend on
 // nothing but the gradients.
@@ -77,5 +77,19 @@ struct BucketLayout {
     return begin >= all ? 0 : (all - begin < part ? all - begin : part);
   }
 };
+
+// Calls visit(shard, begin, count) for each shard that holds some of the `count` units (blocks, or exempt
+// elements) numbered from `first` on: `count` units that begin at unit `begin` of that shard.
+template <class Visit>
+constexpr void for_each_part(std::uint64_t first, std::uint64_t count, std::uint64_t per_shard,
+                             Visit&& visit) {
+  while (count != 0) {
+    const std::uint64_t begin = first % per_shard;
+    const std::uint64_t part = per_shard - begin < count ? per_shard - begin : count;
+    visit(first / per_shard, begin, part);
+    first += part;
+    count -= part;
+  }
+}
 
 }  // namespace fccl::codec

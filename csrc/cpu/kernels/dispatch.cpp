@@ -100,4 +100,13 @@ ReduceFunction find_reduce(Isa isa, DType dtype, ReduceOp op) noexcept {
   return isa_available(isa) ? look_up(*table_of(isa), dtype, op) : nullptr;
 }
 
+const BlockKernels& block_kernels(codec::BlockFormat format) noexcept {
+  static const KernelTable& table = *table_of(selected_isa());
+  return table.blocks[static_cast<std::uint8_t>(format)];
+}
+
+const BlockKernels* block_kernels(Isa isa, codec::BlockFormat format) noexcept {
+  return isa_available(isa) ? &table_of(isa)->blocks[static_cast<std::uint8_t>(format)] : nullptr;
+}
+
 }  // namespace fccl::cpu

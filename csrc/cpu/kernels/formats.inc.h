@@ -1,5 +1,7 @@
 // Vectors, their way from and to memory, and the formats in which elements are stored and accumulated.
 // Part of reduce_kernels.inc.h, whose rules on linkage hold here too.
+#pragma once
+
 #ifndef FCCL_VECTOR_BYTES
 #error "define FCCL_VECTOR_BYTES, the width of a vector register, before including this file"
 #endif

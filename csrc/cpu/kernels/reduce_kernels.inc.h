@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/kernels/block_kernels.inc.h"
 #include "cpu/kernels/formats.inc.h"
 #include "cpu/kernels/kernel_table.h"
 
@@ -204,8 +205,6 @@ struct Reduction {
   }
 };
 
-constexpr bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
-
 template <class Format>
 void average_floats(void* out, void* copy, const void* const* sources, int source_count, std::size_t count,
                     int divisor) {
@@ -285,6 +284,11 @@ struct TableMaker {
     set(dtype, ReduceOp::kBor, &Reduction<Plain<U>, Or, Keep>::run);
     set(dtype, ReduceOp::kBxor, &Reduction<Plain<U>, Xor, Keep>::run);
   }
+  template <class Code>
+  constexpr void set_blocks() {
+    table.blocks[static_cast<int>(Code::kFormat)] = {&encode_blocks<Code>, &average_blocks<Code>,
+                                                     &decode_blocks<Code>};
+  }
   constexpr void set_bool() {
     const ReduceFunction conjunction = &Reduction<BoolFormat, And, Keep>::run;
     const ReduceFunction disjunction = &Reduction<BoolFormat, Or, Keep>::run;
@@ -313,6 +317,11 @@ constexpr KernelTable make_table() {
   maker.set_integers<std::int32_t, std::uint32_t>(DType::kInt32, &average_integers<Int32AsDouble, 32768>);
   maker.set_integers<std::int64_t, std::uint64_t>(DType::kInt64, &average_wide<std::int64_t, Int128>);
   maker.set_bool();
+  maker.set_blocks<codec::BFloat16Code>();
+  maker.set_blocks<codec::Float16Code>();
+  maker.set_blocks<codec::Int8Code>();
+  maker.set_blocks<codec::Float8E4M3Code>();
+  maker.set_blocks<codec::Float8E5M2Code>();
   return maker.table;
 }
 
