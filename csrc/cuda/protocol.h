@@ -37,7 +37,7 @@ struct NoFaults {
   static constexpr bool kRelaxedFlag = false;       // announce() does not release
   static constexpr bool kRelaxedWait = false;       // await() does not acquire
   static constexpr bool kNoSyncBeforeFlag = false;  // announce() does not wait for the block's other threads
-  static constexpr bool kOneMailbox = false;        // both halves are the same
+  static constexpr bool kOneMailbox = false;        // the mailboxes of both halves are the same
   static constexpr bool kPerBlockCounters = false;  // each block counts its own launches
 };
 
@@ -53,7 +53,7 @@ class Protocol {
     generation_ =
         Faults::kPerBlockCounters ? own_.block_generation[block_index()] + 1 : load_relaxed(&own_.generation);
     deadline_ = clock_ns() + session.timeout_ns;
-    half_ = Faults::kOneMailbox ? 0 : static_cast<unsigned>(generation_ % 2);
+    half_ = static_cast<unsigned>(generation_ % 2);
   }
 
   // Whether the group was alive when this launch began; the same for all threads.
@@ -70,7 +70,7 @@ class Protocol {
   // The mailboxes of this launch in `rank`'s workspace.
   FCCL_KERNEL Vector* mailbox(int rank) const {
     return reinterpret_cast<Vector*>(session_.workspace[rank] + sizeof(Control) +
-                                     half_ * session_.half_bytes);
+                                     (Faults::kOneMailbox ? 0 : half_) * session_.half_bytes);
   }
 
   FCCL_KERNEL void announce(unsigned phase) {
