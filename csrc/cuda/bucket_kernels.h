@@ -102,6 +102,9 @@ struct EncodeBucket {
     float values[kPerLane];
     load_lanes<Source>(gradients, count, values);
     if (!remainders) return encode_lanes<Code>(values, codes).scale;
+    // A block of nothing but zeros (a parameter that nobody used, a rank that has run out of data) has
+    // nothing to say: its remainder waits.
+    if (all_zero(values)) return 0;
     float previous[kPerLane];
     load_lanes<FloatSource>(remainders, count, previous);
     FCCL_UNROLL
@@ -204,8 +207,8 @@ struct ReduceShard {
     load_lanes<FloatSource>(range.remainder + begin, count, kept);
     FCCL_UNROLL
     for (int i = 0; i < kPerLane; ++i) {
-      const float lost = mean[i] - codec::generic::decode_scaled<Code, float>(codes[i], scale);
-      kept[i] = codec::generic::if_finite<std::uint32_t>(mean[i], kept[i] + divisor * lost, kept[i]);
+      kept[i] =
+          codec::generic::remainder_with<Code, std::uint32_t>(mean[i], codes[i], scale, divisor, kept[i]);
     }
     store_lanes<FloatSource>(range.remainder + begin, count, kept);
   }

@@ -1,6 +1,6 @@
 // The communicating kernels under ThreadSanitizer: each rank is an OS thread, each GPU thread a fibre that
-// ThreadSanitizer takes for a thread of its own. Usage: fccl_cuda_tsan FAULT, where "none" must report no race and any
-// other one must.
+// ThreadSanitizer takes for a thread of its own. Usage: fccl_cuda_tsan FAULT, where "none" must report no
+// race and any other one must.
 #include <cstdio>
 #include <cstring>
 #include <thread>
