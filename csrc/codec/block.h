@@ -66,8 +66,7 @@ FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F if_finite(F value, F otherwise) 
 template <class U, class F>
 FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F with_one_nan(F value) {
   const U bits = __builtin_bit_cast(U, value);
-  return __builtin_bit_cast(
-      F, as_signed(bits & 0x7fffffffu) > 0x7f800000 ? splat<U>(0x7fc00000u) : bits);
+  return __builtin_bit_cast(F, as_signed(bits & 0x7fffffffu) > 0x7f800000 ? splat<U>(0x7fc00000u) : bits);
 }
 
 }  // namespace generic
@@ -221,8 +220,7 @@ FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F remainder_of(F value, U code, F 
 // The same for a mean that its owner has encoded for all ranks: the next sum is short of `ranks` times what
 // was lost of it, and the owner alone makes that good.
 template <class Code, class U, class F>
-FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F remainder_with(F mean, U code, F scale, F ranks,
-                                                               F previous) {
+FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F remainder_with(F mean, U code, F scale, F ranks, F previous) {
   return if_finite<U>(previous + ranks * (mean - decode_scaled<Code, F>(code, scale)), previous);
 }
 

@@ -35,7 +35,8 @@ template <class Code>
 BlockScale scale_of(const std::vector<float>& values) {
   std::uint32_t largest = 0;
   for (const float value : values)
-    largest = codec::generic::larger_magnitude(largest, codec::generic::finite_magnitude<std::uint32_t>(value));
+    largest =
+        codec::generic::larger_magnitude(largest, codec::generic::finite_magnitude<std::uint32_t>(value));
   return Code::scale_of(largest);
 }
 
@@ -80,7 +81,8 @@ template <class Code>
 constexpr Bound bound_of() {
   switch (Code::kFormat) {
     case BlockFormat::kBFloat16: return {0x1p-8, 0x1p-133};
-    case BlockFormat::kFloat16: return {0x1p-11, 0x1p-39};  // half a unit of the least subnormal, 2^-24 / 2^14
+    case BlockFormat::kFloat16:
+      return {0x1p-11, 0x1p-39};  // half a unit of the least subnormal, 2^-24 / 2^14
     case BlockFormat::kInt8: return {0x1p-22, 0.5 / 127};
     case BlockFormat::kFloat8E4M3: return {0x1p-4 + 0x1p-22, 0x1p-10 / 448 * 1.0001};
     case BlockFormat::kFloat8E5M2: return {0x1p-3 + 0x1p-22, 0x1p-17 / 57344 * 1.0001};
@@ -203,8 +205,8 @@ TYPED_TEST(BlockCode, remainders_are_exact_and_finite) {
   // A number that comes out as infinity leaves nothing that could be sent later.
   const BlockScale widest = scale_of<Code>({kMax});
   EXPECT_TRUE(std::isfinite(remainder(kMax, widest, 7.0f)));
-  EXPECT_TRUE(std::isfinite(codec::generic::remainder_with<Code>(kMax, encode<Code>(kMax, widest),
-                                                                 widest.scale, 3.0f, 7.0f)));
+  EXPECT_TRUE(std::isfinite(
+      codec::generic::remainder_with<Code>(kMax, encode<Code>(kMax, widest), widest.scale, 3.0f, 7.0f)));
   EXPECT_EQ(codec::generic::remainder_with<Code>(kInf, encode<Code>(kInf, scale), scale.scale, 3.0f, 7.0f),
             7.0f);
 }
@@ -264,8 +266,8 @@ struct CodeRun {
 // What block_code.h promises, element by element.
 template <class Code>
 struct Reference {
-  static void put(CodeRun& run, std::size_t block, std::uint32_t size, const std::vector<std::uint32_t>& codes,
-                  float scale) {
+  static void put(CodeRun& run, std::size_t block, std::uint32_t size,
+                  const std::vector<std::uint32_t>& codes, float scale) {
     std::uint8_t* slot = run.code_data() + block * size * Code::kBytes;
     std::memset(slot, 0, std::size_t{size} * Code::kBytes);
     for (std::size_t i = 0; i < codes.size(); ++i)
@@ -279,7 +281,8 @@ struct Reference {
     if (Code::kScaled) std::memcpy(&scale.scale, run.scale_data() + i / size * 4, 4);
     return decode<Code>(code, scale);
   }
-  static void encode_run(const std::vector<float>& values, float* remainder, std::uint32_t size, CodeRun& run) {
+  static void encode_run(const std::vector<float>& values, float* remainder, std::uint32_t size,
+                         CodeRun& run) {
     for (std::size_t block = 0; block < run.blocks; ++block) {
       const std::size_t begin = block * size;
       const std::size_t end = std::min(values.size(), begin + size);
@@ -299,8 +302,8 @@ struct Reference {
       for (const float sum : sums) codes.push_back(encode<Code>(sum, scale));
       put(run, block, size, codes, scale.scale);
       for (std::size_t i = begin; remainder != nullptr && i < end; ++i) {
-        remainder[i] = codec::generic::remainder_of<Code>(sums[i - begin], codes[i - begin], scale.scale,
-                                                          remainder[i]);
+        remainder[i] =
+            codec::generic::remainder_of<Code>(sums[i - begin], codes[i - begin], scale.scale, remainder[i]);
       }
     }
   }
@@ -407,8 +410,8 @@ class BlockKernelSweep : public ::testing::TestWithParam<std::tuple<Isa, BlockFo
 
   template <class Code>
   void sweep() {
-    const std::size_t counts[] = {1, 2, 3, 7, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 300, 1023,
-                                  1024, 1025, 5000};
+    const std::size_t counts[] = {1,   2,   3,   7,   15,  16,  17,   31,   63,   64,  65,
+                                  127, 128, 129, 255, 256, 300, 1023, 1024, 1025, 5000};
     int turn = 0;
     for (const std::size_t count : counts) {
       for (const std::uint32_t block : {64u, 128u, 256u, 1024u}) {
@@ -436,14 +439,15 @@ TEST_P(BlockKernelSweep, equals_the_scalar_code_to_the_bit) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Kernels, BlockKernelSweep,
-    ::testing::Combine(::testing::ValuesIn(available_isas()),
-                       ::testing::Values(BlockFormat::kBFloat16, BlockFormat::kFloat16, BlockFormat::kInt8,
-                                         BlockFormat::kFloat8E4M3, BlockFormat::kFloat8E5M2)),
-    [](const auto& test) {
-      return std::string(cpu::name_of(std::get<0>(test.param))) + "_" + name_of(std::get<1>(test.param));
-    });
+INSTANTIATE_TEST_SUITE_P(Kernels, BlockKernelSweep,
+                         ::testing::Combine(::testing::ValuesIn(available_isas()),
+                                            ::testing::Values(BlockFormat::kBFloat16, BlockFormat::kFloat16,
+                                                              BlockFormat::kInt8, BlockFormat::kFloat8E4M3,
+                                                              BlockFormat::kFloat8E5M2)),
+                         [](const auto& test) {
+                           return std::string(cpu::name_of(std::get<0>(test.param))) + "_" +
+                                  name_of(std::get<1>(test.param));
+                         });
 
 TEST(BlockKernelTable, the_selected_set_is_used) {
   for (int format = 0; format < codec::kBlockFormatCount; ++format) {

@@ -71,9 +71,8 @@ TEST(BucketLayout, shards_hold_everything_once) {
     // No larger than they must be.
     ASSERT_LT(layout.blocks_per_shard * static_cast<std::uint64_t>(c.world),
               c.blocks + static_cast<std::uint64_t>(c.world));
-    ASSERT_LE(layout.exempt_per_shard, (c.exempt + static_cast<std::uint64_t>(c.world) - 1) /
-                                               static_cast<std::uint64_t>(c.world) +
-                                           3);
+    ASSERT_LE(layout.exempt_per_shard,
+              (c.exempt + static_cast<std::uint64_t>(c.world) - 1) / static_cast<std::uint64_t>(c.world) + 3);
   }
 }
 

@@ -48,7 +48,8 @@ TEST(Float8, every_e4m3_widens_exactly) {
     const int magnitude = bits & 0x7f;
     const std::uint32_t sign = bits >= 0x80 ? 0x80000000u : 0u;
     const std::uint32_t expected =
-        magnitude == 0x7f ? 0x7fc00000u : std::bit_cast<std::uint32_t>(static_cast<float>(kE4M3.decode(magnitude)));
+        magnitude == 0x7f ? 0x7fc00000u
+                          : std::bit_cast<std::uint32_t>(static_cast<float>(kE4M3.decode(magnitude)));
     ASSERT_EQ(std::bit_cast<std::uint32_t>(value), sign | expected) << std::hex << bits;
   }
 }

@@ -19,8 +19,8 @@ namespace fccl::cpu {
 // The most elements of a block.
 inline constexpr std::uint32_t kLargestBlock = 1024;
 
-// Encodes `values`. With `remainder` (error feedback), values + remainder is encoded and the remainder becomes
-// what the codes do not say; a block of nothing but zeros is sent as zeros and keeps its remainder.
+// Encodes `values`. With `remainder` (error feedback), values + remainder is encoded and the remainder
+// becomes what the codes do not say; a block of nothing but zeros is sent as zeros and keeps its remainder.
 using EncodeFunction = void (*)(const float* values, float* remainder, std::size_t count, std::uint32_t block,
                                 void* codes, void* scales);
 

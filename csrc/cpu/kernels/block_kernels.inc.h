@@ -124,8 +124,7 @@ FCCL_ALWAYS_INLINE void encode_with_feedback(const float* values, float* remaind
       any |= __builtin_bit_cast(Words, value);
       const Floats sum = value + load_floats(rest + i, elements - i);
       store(reinterpret_cast<char*>(sums + i), sum);
-      largest =
-          codec::generic::larger_magnitude(largest, codec::generic::finite_magnitude<Words>(sum));
+      largest = codec::generic::larger_magnitude(largest, codec::generic::finite_magnitude<Words>(sum));
     }
     if (largest_lane(any & 0x7fffffffu) == 0) {  // nothing to say: the remainder waits
       __builtin_memset(slot, 0, std::size_t{block} * Code::kBytes);
@@ -174,8 +173,8 @@ FCCL_ALWAYS_INLINE void average(const CodedRun* sources, int source_count, std::
       const Floats scale = Floats{} + scale_at<Code>(sources[s].scales, index);
       for (std::size_t i = 0; i < elements; i += kLanes) {
         char* const mean = reinterpret_cast<char*>(means + i);
-        const Floats value = codec::generic::decode_scaled<Code, Floats>(
-            load_codes<Code>(from + i * Code::kBytes), scale);
+        const Floats value =
+            codec::generic::decode_scaled<Code, Floats>(load_codes<Code>(from + i * Code::kBytes), scale);
         store(mean, s == 0 ? value : load<Floats>(mean) + value);
       }
     }
@@ -185,8 +184,7 @@ FCCL_ALWAYS_INLINE void average(const CodedRun* sources, int source_count, std::
       const Floats sum = load<Floats>(at_mean);
       const Floats mean = kExact ? sum * divide_by : sum / divide_by;
       store(at_mean, mean);
-      largest =
-          codec::generic::larger_magnitude(largest, codec::generic::finite_magnitude<Words>(mean));
+      largest = codec::generic::larger_magnitude(largest, codec::generic::finite_magnitude<Words>(mean));
     }
     const codec::BlockScale scale = Code::scale_of(largest_lane(largest));
     put_scale<Code>(scales, index, scale.scale);
@@ -232,10 +230,10 @@ void decode_blocks(CodedRun source, std::size_t count, std::uint32_t block, floa
     const char* from = static_cast<const char*>(source.codes) + index * block * Code::kBytes;
     const Floats scale = Floats{} + scale_at<Code>(source.scales, index);
     for (std::size_t i = 0; i < elements; i += kLanes) {
-      store_floats(values + begin + i,
-                   codec::generic::decode_scaled<Code, Floats>(load_codes<Code>(from + i * Code::kBytes),
-                                                               scale),
-                   elements - i);
+      store_floats(
+          values + begin + i,
+          codec::generic::decode_scaled<Code, Floats>(load_codes<Code>(from + i * Code::kBytes), scale),
+          elements - i);
     }
   });
 }
