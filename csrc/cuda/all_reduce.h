@@ -5,8 +5,7 @@
 // The input may be the output.
 #pragma once
 
-#include "cuda/elements.h"
-#include "cuda/protocol.h"
+#include "cuda/push.h"
 
 namespace fccl::cuda {
 
@@ -18,12 +17,12 @@ struct AllReduceArgs {
   ReduceOp op;
 };
 
-// What each rank writes into, of a half of the mailboxes: a slot for each rank.
 template <class Element, class Faults = NoFaults>
 struct OneShotAllReduce {
   static constexpr int kThreads = 512;
   using Args = AllReduceArgs;
 
+  // Of a half of the mailboxes: a slot for each rank.
   static std::uint64_t mailbox_bytes(std::uint64_t bytes, int world) {
     return vectors_in(bytes) * kVectorBytes * static_cast<std::uint64_t>(world);
   }
@@ -33,17 +32,11 @@ struct OneShotAllReduce {
     const Session& session = args.session;
     Protocol<Faults> protocol(session);
     const std::uint64_t vectors = vectors_in(args.bytes);
-    const std::uint64_t first = std::uint64_t{block_index()} * thread_count() + thread_index();
-    const std::uint64_t step = std::uint64_t{block_count()} * thread_count();
+    const std::uint64_t first = first_thread();
+    const std::uint64_t step = threads_of_grid();
     bool alive = protocol.alive();
     if (alive) {
-      for (std::uint64_t v = first; v < vectors; v += step) {
-        const Vector value = load_vector(args.input, args.bytes, v);
-        for (int i = 0; i < session.world; ++i) {
-          const int peer = (session.rank + i) % session.world;  // not all to the same one at once
-          store_peer(protocol.mailbox(peer) + static_cast<std::uint64_t>(session.rank) * vectors + v, value);
-        }
-      }
+      push_to_all(session, protocol, args.input, args.bytes);
       protocol.announce(0);
       alive = protocol.await(0);
     }
@@ -75,8 +68,8 @@ struct TwoShotAllReduce {
     Protocol<Faults> protocol(session);
     const std::uint64_t vectors = vectors_in(args.bytes);
     const std::uint64_t shard = shard_vectors(args.bytes, session.world);
-    const std::uint64_t first = std::uint64_t{block_index()} * thread_count() + thread_index();
-    const std::uint64_t step = std::uint64_t{block_count()} * thread_count();
+    const std::uint64_t first = first_thread();
+    const std::uint64_t step = threads_of_grid();
     const Vector* own = protocol.mailbox(session.rank);
     bool alive = protocol.alive();
     if (alive) {
@@ -96,6 +89,7 @@ struct TwoShotAllReduce {
       for (std::uint64_t v = first; v < shard; v += step) {
         if (static_cast<std::uint64_t>(session.rank) * shard + v >= vectors) break;
         const Vector result = reduce_mailbox<Element>(own + v, shard, session.world, args.op);
+        FCCL_NO_UNROLL
         for (int i = 0; i < session.world; ++i) {
           const int peer = (session.rank + i) % session.world;
           store_peer(

@@ -18,10 +18,8 @@ namespace fccl::cuda {
 inline constexpr int kBucketThreads = 256;
 
 // A grid's warps, numbered through.
-FCCL_KERNEL std::uint64_t first_warp() {
-  return (std::uint64_t{block_index()} * thread_count() + thread_index()) / kWarpSize;
-}
-FCCL_KERNEL std::uint64_t warp_count() { return std::uint64_t{block_count()} * thread_count() / kWarpSize; }
+FCCL_KERNEL std::uint64_t first_warp() { return first_thread() / kWarpSize; }
+FCCL_KERNEL std::uint64_t warp_count() { return threads_of_grid() / kWarpSize; }
 
 // The scale and codes of a block that is in registers.
 template <class Code, int kPerLane>
@@ -122,9 +120,8 @@ struct EncodeBucket {
   FCCL_KERNEL static void copy_exempt(const Args& args) {
     const codec::BucketLayout& layout = args.layout;
     const std::uint64_t slots = layout.exempt_per_shard * layout.world;
-    const std::uint64_t step = std::uint64_t{block_count()} * thread_count();
-    for (std::uint64_t e = std::uint64_t{block_index()} * thread_count() + thread_index(); e < slots;
-         e += step) {
+    const std::uint64_t step = threads_of_grid();
+    for (std::uint64_t e = first_thread(); e < slots; e += step) {
       float value = 0;
       if (e < layout.exempt) {
         const Range range = find_range(args.exempt, e);
@@ -216,9 +213,8 @@ struct ReduceShard {
   FCCL_KERNEL static void reduce_exempt(const Args& args, float divisor) {
     const codec::BucketLayout& layout = args.layout;
     const std::uint64_t used = layout.exempt_in(args.rank);
-    const std::uint64_t step = std::uint64_t{block_count()} * thread_count();
-    for (std::uint64_t e = std::uint64_t{block_index()} * thread_count() + thread_index();
-         e < layout.exempt_per_shard; e += step) {
+    const std::uint64_t step = threads_of_grid();
+    for (std::uint64_t e = first_thread(); e < layout.exempt_per_shard; e += step) {
       float sum = 0;
       if (e < used) {
         for (std::uint32_t rank = 0; rank < layout.world; ++rank) {
@@ -285,9 +281,8 @@ struct DecodeBucket {
 
   FCCL_KERNEL static void copy_exempt(const Args& args, std::uint32_t& largest) {
     const codec::BucketLayout& layout = args.layout;
-    const std::uint64_t step = std::uint64_t{block_count()} * thread_count();
-    for (std::uint64_t e = std::uint64_t{block_index()} * thread_count() + thread_index(); e < layout.exempt;
-         e += step) {
+    const std::uint64_t step = threads_of_grid();
+    for (std::uint64_t e = first_thread(); e < layout.exempt; e += step) {
       const std::byte* shard = args.wire + e / layout.exempt_per_shard * layout.shard_bytes();
       const float value =
           load(reinterpret_cast<const float*>(shard + layout.exempt_at(e % layout.exempt_per_shard)));

@@ -2,8 +2,7 @@
 // failure leaves in the output.
 #pragma once
 
-#include "cuda/elements.h"
-#include "cuda/protocol.h"
+#include "cuda/push.h"
 
 namespace fccl::cuda {
 
@@ -27,17 +26,11 @@ struct OneShotAllGather {
     const Session& session = args.session;
     Protocol<Faults> protocol(session);
     const std::uint64_t vectors = vectors_in(args.bytes);
-    const std::uint64_t first = std::uint64_t{block_index()} * thread_count() + thread_index();
-    const std::uint64_t step = std::uint64_t{block_count()} * thread_count();
+    const std::uint64_t first = first_thread();
+    const std::uint64_t step = threads_of_grid();
     bool alive = protocol.alive();
     if (alive) {
-      for (std::uint64_t v = first; v < vectors; v += step) {
-        const Vector value = load_vector(args.input, args.bytes, v);
-        for (int i = 0; i < session.world; ++i) {
-          const int peer = (session.rank + i) % session.world;
-          store_peer(protocol.mailbox(peer) + static_cast<std::uint64_t>(session.rank) * vectors + v, value);
-        }
-      }
+      push_to_all(session, protocol, args.input, args.bytes);
       protocol.announce(0);
       alive = protocol.await(0);
     }
@@ -72,8 +65,8 @@ struct Broadcast {
     const Session& session = args.session;
     Protocol<Faults> protocol(session);
     const std::uint64_t vectors = vectors_in(args.bytes);
-    const std::uint64_t first = std::uint64_t{block_index()} * thread_count() + thread_index();
-    const std::uint64_t step = std::uint64_t{block_count()} * thread_count();
+    const std::uint64_t first = first_thread();
+    const std::uint64_t step = threads_of_grid();
     bool alive = protocol.alive();
     if (alive) {
       if (session.rank == args.root) {

@@ -27,6 +27,7 @@
 //   store_relaxed(p, word) load_relaxed(p)    order nothing; 4 or 8 bytes
 //   fetch_add(p, word)        own GPU; acquire and release among its blocks
 //   compare_exchange(p, expected, word)       own GPU: whether it was `expected` and is `word` now
+//   flush()                   returns when what this thread has stored is where all GPUs and the host see it
 //   clock_ns() pause() trap()                 time; once per turn of a spin; end the context with an error
 //
 // Two facts of the CUDA memory model carry the protocols: a release by one thread also covers what other
@@ -53,3 +54,13 @@ inline constexpr int kWarpSize = 32;
 #else
 #include "cuda/seam_host.h"
 #endif
+
+namespace fccl::cuda {
+
+// A grid's threads, numbered through: where this one begins, and how far it is to its next piece of work.
+FCCL_KERNEL std::uint64_t first_thread() {
+  return std::uint64_t{block_index()} * thread_count() + thread_index();
+}
+FCCL_KERNEL std::uint64_t threads_of_grid() { return std::uint64_t{block_count()} * thread_count(); }
+
+}  // namespace fccl::cuda

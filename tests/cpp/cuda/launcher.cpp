@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "cuda/seam_host.h"
+#include "cuda/seam.h"
 
 namespace fccl::cuda::host {
 namespace {

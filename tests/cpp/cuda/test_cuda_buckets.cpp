@@ -4,12 +4,10 @@
 
 #include <cmath>
 #include <random>
-#include <tuple>
 
 #include "cpu/kernels/block_code.h"
 #include "cuda/bucket_kernels.h"
 #include "cuda/launcher.h"
-#include "cuda/world.h"
 
 namespace fccl::cuda {
 namespace {
