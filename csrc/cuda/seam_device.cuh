@@ -110,6 +110,8 @@ FCCL_KERNEL bool compare_exchange(std::uint32_t* at, std::uint32_t expected, std
   return before == expected;
 }
 
+FCCL_KERNEL void flush() { __threadfence_system(); }
+
 FCCL_KERNEL std::uint64_t clock_ns() {
   std::uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

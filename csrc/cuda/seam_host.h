@@ -206,6 +206,8 @@ inline bool compare_exchange(std::uint32_t* at, std::uint32_t expected, std::uin
   return __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 
+inline void flush() { host::release_stores(); }
+
 inline std::uint64_t clock_ns() { return host::self().scheduler->clock_ns(); }
 inline void pause() { host::self().scheduler->yield(); }
 [[noreturn]] inline void trap() { throw host::Trapped{}; }

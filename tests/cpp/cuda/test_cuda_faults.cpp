@@ -18,7 +18,7 @@ constexpr std::size_t kHalfBytes = 64 << 10;
 
 // Small grids and large ones by turns.
 std::vector<Call> calls_of(std::uint64_t seed, int size) {
-  std::vector<Call> calls = host::random_calls(seed, size, 40, 100);
+  std::vector<Call> calls = host::random_calls(seed, size, 40, 200);
   for (std::size_t i = 0; i < calls.size(); ++i) calls[i].blocks = i % 2 == 0 ? 3 : 1;
   return calls;
 }

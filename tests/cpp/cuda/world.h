@@ -89,7 +89,7 @@ struct Call {
   ReduceOp op = ReduceOp::kSum;
   std::size_t count = 1;
   unsigned blocks = 1;
-  unsigned threads = 4;
+  unsigned threads = 8;  // no fewer than ranks
   int root = 0;
   std::size_t offset = 0;  // of input and output from a 16-byte boundary, in elements
   bool in_place = false;
@@ -287,7 +287,7 @@ inline std::vector<Call> random_calls(std::uint64_t seed, int world, std::size_t
     call.op = kOps[below(5)];
     call.count = 1 + below(most_elements);
     call.blocks = static_cast<unsigned>(1 + below(3));
-    call.threads = static_cast<unsigned>(4 + below(5));
+    call.threads = static_cast<unsigned>(8 + below(5));
     call.root = static_cast<int>(below(static_cast<std::size_t>(world)));
     call.offset = below(3);
     call.in_place = below(2) == 0;
