@@ -1,12 +1,15 @@
-// fccl._C.AllReduce, fccl._C.BF16Compress, fccl._C.register_comm_hook. For people: python/fccl/hooks.py.
+// The gradient hooks in fccl._C and fccl._C.register_comm_hook. For people: python/fccl/hooks/.
 #include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "bindings/bindings.h"
+#include "c10d/hook_coded.h"
 #include "c10d/hook_mean.h"
 
 namespace fccl::bindings {
@@ -30,6 +33,39 @@ std::shared_ptr<hooks::JoinState> register_comm_hook(const std::shared_ptr<::c10
   return join;
 }
 
+codec::BlockFormat format_named(const std::string& name) {
+  if (name == "int8") return codec::BlockFormat::kInt8;
+  if (name == "fp8_e4m3") return codec::BlockFormat::kFloat8E4M3;
+  if (name == "fp8_e5m2") return codec::BlockFormat::kFloat8E5M2;
+  throw py::value_error("no block format '" + name + "'");
+}
+
+std::shared_ptr<hooks::BlockQuantize> make_block_quantize(const std::string& format, std::uint32_t block,
+                                                          bool error_feedback,
+                                                          std::int64_t exempt_below_dimensions) {
+  return std::make_shared<hooks::BlockQuantize>(
+      hooks::BlockQuantize::Config{format_named(format), block, error_feedback, exempt_below_dimensions});
+}
+
+void bind_block_quantize(py::module_& module) {
+  using hooks::BlockQuantize;
+  py::class_<BlockQuantize, hooks::GradientHook, std::shared_ptr<BlockQuantize>>(module, "BlockQuantize")
+      .def(py::init(&make_block_quantize), py::arg("format"), py::arg("block"), py::arg("error_feedback"),
+           py::arg("exempt_below_dimensions"))
+      .def("set_exempt", &BlockQuantize::set_exempt, py::arg("parameters"))
+      .def(
+          "remainder",
+          [](BlockQuantize& hook, const at::Tensor& parameter) { return hook.remainders().get(parameter); },
+          py::arg("parameter"))
+      .def(
+          "set_remainder",
+          [](BlockQuantize& hook, const at::Tensor& parameter, const at::Tensor& remainder) {
+            hook.remainders().set(parameter, remainder);
+          },
+          py::arg("parameter"), py::arg("remainder"))
+      .def("clear_remainders", [](BlockQuantize& hook) { hook.remainders().clear(); });
+}
+
 }  // namespace
 
 void bind_hooks(py::module_& module) {
@@ -42,6 +78,10 @@ void bind_hooks(py::module_& module) {
       .def(py::init<>());
   py::class_<hooks::BF16Compress, GradientHook, std::shared_ptr<hooks::BF16Compress>>(module, "BF16Compress")
       .def(py::init<>());
+
+  py::class_<hooks::FP16Compress, GradientHook, std::shared_ptr<hooks::FP16Compress>>(module, "FP16Compress")
+      .def(py::init<>());
+  bind_block_quantize(module);
 
   using hooks::JoinState;
   py::class_<JoinState, std::shared_ptr<JoinState>>(module, "JoinState")

@@ -60,6 +60,11 @@ class FcclBackend final : public ::c10d::Backend {
   std::string why_no_zero_copy() const;
   std::map<std::string, std::int64_t> collective_counts() const { return carrier_->counts(); }
 
+  // A gradient hook's exchange of a bucket: several exchanges of memory as one asynchronous call, so that
+  // they have their place in the group's order, whatever is called meanwhile. The work's Future has `bucket`.
+  using Exchanges = std::function<void(Carrier&, const Deadline&)>;
+  WorkPtr exchange_bucket(const at::Tensor& bucket, Exchanges exchanges);
+
   // ---- collectives (collectives.cpp) ----
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;

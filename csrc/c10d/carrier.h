@@ -76,6 +76,11 @@ class Carrier {
   void scatter(std::span<const void* const> inputs, void* output, std::size_t count, DType dtype, int root,
                const Deadline& deadline);
 
+  // Plain bytes in equal parts, by rank, for a call that gate() has compared already: over the inner backend
+  // they are not compared again. (Tensors: the inner backend may go on with them after this rank gave up.)
+  void all_to_all_equal(const at::Tensor& input, const at::Tensor& output, const Deadline& deadline);
+  void all_gather_equal(const at::Tensor& input, const at::Tensor& output, const Deadline& deadline);
+
   // Waits for the inner backend's work in slices, so that Ctrl-C, abort() and `deadline` work.
   void wait_for(::c10d::Work& work, const Deadline& deadline);
 

@@ -159,4 +159,44 @@ void Carrier::inner_scatter(std::span<const void* const> inputs, void* output, s
   copy_out(out[0], 0, output, bytes);
 }
 
+void Carrier::all_to_all_equal(const at::Tensor& input, const at::Tensor& output, const Deadline& deadline) {
+  PlainDispatch guard;
+  if (mode() == Mode::kInner) {
+    at::Tensor from = input;
+    at::Tensor to = output;
+    std::vector<std::int64_t> even;
+    ::c10d::AllToAllOptions options;
+    options.timeout = inner_timeout(deadline);
+    wait_for(*inner_->alltoall_base(to, from, even, even, options), deadline);
+    return;
+  }
+  const auto size = static_cast<std::size_t>(size_);
+  const std::vector<std::size_t> counts(size, byte_count(input) / size);
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  for (std::size_t r = 0; r < size; ++r) {
+    inputs.push_back(static_cast<const char*>(input.const_data_ptr()) + r * counts[r]);
+    outputs.push_back(static_cast<char*>(output.mutable_data_ptr()) + r * counts[r]);
+  }
+  all_to_all({inputs, counts, outputs, counts}, DType::kBytes, deadline);
+}
+
+void Carrier::all_gather_equal(const at::Tensor& input, const at::Tensor& output, const Deadline& deadline) {
+  PlainDispatch guard;
+  if (mode() == Mode::kInner) {
+    at::Tensor from = input;
+    at::Tensor to = output;
+    ::c10d::AllgatherOptions options;
+    options.timeout = inner_timeout(deadline);
+    wait_for(*inner_->_allgather_base(to, from, options), deadline);
+    return;
+  }
+  const auto size = static_cast<std::size_t>(size_);
+  const std::vector<std::size_t> counts(size, byte_count(input));
+  std::vector<void*> outputs;
+  for (std::size_t r = 0; r < size; ++r)
+    outputs.push_back(static_cast<char*>(output.mutable_data_ptr()) + r * counts[r]);
+  all_gather(input.const_data_ptr(), outputs, counts, DType::kBytes, false, deadline);
+}
+
 }  // namespace fccl::c10d_backend

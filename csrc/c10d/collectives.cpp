@@ -215,6 +215,12 @@ FcclBackend::WorkPtr FcclBackend::allgather_into_tensor_coalesced(Tensors& outpu
   });
 }
 
+FcclBackend::WorkPtr FcclBackend::exchange_bucket(const at::Tensor& bucket, Exchanges exchanges) {
+  const Call c = call(OpType::ALLREDUCE, Collective::kCompressedAllReduce, "fccl:compressed_all_reduce", true,
+                      ::c10d::kUnsetTimeout);
+  return submit(c, {bucket}, {bucket}, std::move(exchanges));
+}
+
 FcclBackend::WorkPtr FcclBackend::barrier(const ::c10d::BarrierOptions& opts) {
   const Call c = call(OpType::BARRIER, Collective::kBarrier, "fccl:barrier", opts.asyncOp, opts.timeout);
   const bool on_cuda = (opts.device.has_value() && opts.device->is_cuda()) || !opts.device_ids.empty();

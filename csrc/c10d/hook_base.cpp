@@ -6,6 +6,8 @@
 
 #include <ATen/ATen.h>
 
+#include "c10d/hook_mean.h"
+
 namespace fccl::hooks {
 namespace {
 
@@ -27,10 +29,15 @@ FuturePtr GradientHook::run(const ExchangeContext& context, GradBucket& bucket) 
     const at::NoGradGuard no_grad;
     TORCH_CHECK(at::isFloatingType(buffer.scalar_type()) || buffer.is_complex(), name(),
                 " averages floating-point gradients, and this bucket holds ", buffer.scalar_type());
-    return exchange(context, buffer);
+    const bool compressed = !buffer.is_sparse() && compresses(buffer.scalar_type());
+    return compressed ? exchange(context, bucket) : exact_mean(context, buffer);
   } catch (...) {
     return failed_future(buffer, std::current_exception());
   }
+}
+
+FuturePtr GradientHook::exchange(const ExchangeContext& context, GradBucket& bucket) {
+  return exact_mean(context, bucket.getBuffer());
 }
 
 DdpHook::DdpHook(std::shared_ptr<GradientHook> hook, ProcessGroupPtr group, std::shared_ptr<JoinState> join)

@@ -1,7 +1,9 @@
 // Gradient hooks: what DDP calls with each full bucket instead of its own all-reduce.
 //
-// A GradientHook says how one bucket is exchanged; it uses nothing but a process group's public
-// collectives, so it works over any backend. DdpHook attaches one to a model: DDP owns it.
+// A GradientHook says how one bucket is exchanged, over any backend. What all hooks have in common is here:
+// the way into DDP and out of it, errors, and the exact mean of the buckets that a hook does not compress
+// (sparse and complex ones always). A hook adds which dtypes it compresses, and how. DdpHook attaches one to
+// a model: DDP owns it.
 //
 // Rules that DDP's reducer sets, and that every hook here keeps:
 //  - the hook runs on an autograd thread with the reducer's mutex held. An exception out of it wedges
@@ -41,6 +43,7 @@ struct ExchangeContext {
   bool divides_by_active_ranks() const {
     return join && join->divide_by_active_ranks.load(std::memory_order_relaxed);
   }
+  bool has_data() const { return !join || join->has_data.load(std::memory_order_relaxed); }
 };
 
 class GradientHook {
@@ -54,8 +57,10 @@ class GradientHook {
   FuturePtr run(const ExchangeContext& context, GradBucket& bucket) noexcept;
 
  protected:
+  // Whether dense buckets of this dtype are given to exchange(); all others are averaged exactly.
+  virtual bool compresses(at::ScalarType) const { return false; }
   // The exchange itself; may throw.
-  virtual FuturePtr exchange(const ExchangeContext& context, const at::Tensor& buffer) = 0;
+  virtual FuturePtr exchange(const ExchangeContext& context, GradBucket& bucket);
 };
 
 // Attaches a hook to one model. One GradientHook may serve several models.

@@ -7,6 +7,13 @@
 #include <ATen/ATen.h>
 
 namespace fccl::hooks {
+
+c10::intrusive_ptr<::c10d::Backend> cpu_backend(const ProcessGroupPtr& group) {
+  const auto devices = group->getDeviceTypes();
+  if (std::find(devices.begin(), devices.end(), c10::Device(at::kCPU)) == devices.end()) return nullptr;
+  return group->getBackend(at::kCPU);
+}
+
 namespace {
 
 using c10::ivalue::Future;
@@ -16,9 +23,8 @@ using c10::ivalue::Future;
 // 1/n rounded to the tensor's type.
 bool averages_exactly(const ProcessGroupPtr& group, const at::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.is_sparse()) return false;
-  const auto devices = group->getDeviceTypes();
-  if (std::find(devices.begin(), devices.end(), c10::Device(at::kCPU)) == devices.end()) return false;
-  return group->getBackend(at::kCPU)->getBackendName() == "fccl";
+  const auto backend = cpu_backend(group);
+  return backend && backend->getBackendName() == "fccl";
 }
 
 FuturePtr all_reduce(const ProcessGroupPtr& group, const at::Tensor& tensor, ::c10d::ReduceOp op) {
@@ -34,50 +40,16 @@ FuturePtr all_reduce(const ProcessGroupPtr& group, const at::Tensor& tensor, ::c
   return future;
 }
 
-// What a finished sum must be divided by to be the mean; 1 if the engine has divided already.
-struct Divisor {
-  int64_t ranks = 1;
-  // In join mode, instead of `ranks`: a Future that was started before the sum's, and the int64 tensor
-  // (no dimensions) that holds the number of ranks that have data once it is completed.
-  FuturePtr counted;
-  at::Tensor active_ranks;
+}  // namespace
 
-  bool is_one() const { return !counted && ranks == 1; }
-
-  // Only once the sum is there. That the count is there too, or will be without the help of this
-  // thread, follows from the order in which both were started. Raises the count's error, if it has one.
-  void wait() const {
-    if (counted) counted->waitAndThrow();
-  }
-
-  // In place. Never by 0: the hook runs because some rank has data.
-  void divide(at::Tensor sum) const {
-    if (!counted) {
-      if (ranks != 1) sum.div_(ranks);
-    } else if (active_ranks.is_cpu()) {
-      sum.div_(active_ranks.item<int64_t>());
-    } else {
-      sum.div_(active_ranks);  // on the device: reading the count would wait for its stream
-    }
-  }
-};
-
-// An all_reduce under way. (Callbacks on `reduced` keep the divisor only: a Future that its own
-// callback held would never be freed if it was never completed.)
-struct Exchange {
-  FuturePtr reduced;
-  Divisor divisor;
-};
-
-// Starts the all_reduce of `tensor`, in place where it is dense.
-Exchange start(const ExchangeContext& context, const at::Tensor& tensor) {
+Exchange start_sum(const ExchangeContext& context, const at::Tensor& tensor) {
   const ProcessGroupPtr& group = context.group;
   Exchange exchange;
   if (context.divides_by_active_ranks()) {
     // Every rank sends a one or a zero along. DDP has counted already, but keeps the number in private
     // members of its reducer; one tiny exchange per bucket needs no guess at where an iteration begins,
     // and is paid inside such a join context only.
-    const int64_t has_data = context.join->has_data.load(std::memory_order_relaxed) ? 1 : 0;
+    const int64_t has_data = context.has_data() ? 1 : 0;
     exchange.divisor.active_ranks = at::full({}, has_data, at::device(tensor.device()).dtype(at::kLong));
     exchange.divisor.counted = all_reduce(group, exchange.divisor.active_ranks, ::c10d::ReduceOp::SUM);
     exchange.reduced = all_reduce(group, tensor, ::c10d::ReduceOp::SUM);
@@ -90,17 +62,21 @@ Exchange start(const ExchangeContext& context, const at::Tensor& tensor) {
   return exchange;
 }
 
+namespace {
+
 // Whether `buffer` must travel as float32 to be averaged exactly.
 bool needs_widening(const ExchangeContext& context, const at::Tensor& buffer) {
   const bool is_16_bit = buffer.scalar_type() == at::kHalf || buffer.scalar_type() == at::kBFloat16;
   return is_16_bit && (context.divides_by_active_ranks() || !averages_exactly(context.group, buffer));
 }
 
+}  // namespace
+
 FuturePtr exact_mean(const ExchangeContext& context, const at::Tensor& buffer) {
   // Collectives know no complex numbers; a mean does not need them.
   const at::Tensor real = buffer.is_complex() ? at::view_as_real(buffer) : buffer;
   const at::Tensor sent = needs_widening(context, real) ? real.to(at::kFloat) : real;
-  const Exchange exchange = start(context, sent);
+  const Exchange exchange = start_sum(context, sent);
   if (exchange.divisor.is_one() && sent.is_same(buffer)) return exchange.reduced;
 
   return exchange.reduced->then(
@@ -115,101 +91,6 @@ FuturePtr exact_mean(const ExchangeContext& context, const at::Tensor& buffer) {
         return buffer;
       },
       c10::TensorType::get());
-}
-
-// ---- bfloat16 ----
-
-// Elements converted at a time: stays in the second-level cache, and is as much as torch converts without
-// waking its thread pool (which each thread that asks for it, the completing one too, would get anew).
-constexpr int64_t kChunk = 32768;
-
-bool converts_in_place(const at::Tensor& buffer) {
-  return buffer.is_cpu() && buffer.dim() == 1 && buffer.is_contiguous();
-}
-
-// The bfloat16 tensor that fills the front of the buffer's own memory.
-at::Tensor front_of(const at::Tensor& buffer) {
-  return buffer.view(at::kBFloat16).narrow(0, 0, buffer.numel());
-}
-
-// Front to back: what is written has been read.
-void narrow_in_place(const at::Tensor& buffer) {
-  const at::Tensor narrow = front_of(buffer);
-  const at::Tensor scratch = at::empty({std::min(kChunk, buffer.numel())}, narrow.options());
-  for (int64_t begin = 0; begin < buffer.numel(); begin += kChunk) {
-    const int64_t count = std::min(kChunk, buffer.numel() - begin);
-    at::Tensor chunk = scratch.narrow(0, 0, count);
-    chunk.copy_(buffer.narrow(0, begin, count));
-    narrow.narrow(0, begin, count).copy_(chunk);
-  }
-}
-
-// Back to front, for the same reason. Divides in the wide type.
-void widen_in_place(const at::Tensor& buffer, const Divisor& divisor) {
-  const at::Tensor narrow = front_of(buffer);
-  const at::Tensor scratch = at::empty({std::min(kChunk, buffer.numel())}, narrow.options());
-  for (int64_t end = buffer.numel(); end > 0;) {
-    const int64_t begin = (end - 1) / kChunk * kChunk;
-    at::Tensor chunk = scratch.narrow(0, 0, end - begin);
-    chunk.copy_(narrow.narrow(0, begin, end - begin));
-    at::Tensor wide = buffer.narrow(0, begin, end - begin);
-    wide.copy_(chunk);
-    divisor.divide(wide);
-    end = begin;
-  }
-}
-
-FuturePtr bf16_mean_in_place(const ExchangeContext& context, const at::Tensor& buffer) {
-  narrow_in_place(buffer);
-  Exchange exchange;
-  try {
-    exchange = start(context, front_of(buffer));
-  } catch (...) {
-    widen_in_place(buffer, Divisor{});  // gradients, not the bytes of another type
-    throw;
-  }
-  return exchange.reduced->then(
-      [divisor = exchange.divisor, buffer](Future& reduced) -> c10::IValue {
-        const at::NoGradGuard no_grad;
-        try {
-          if (reduced.hasError()) std::rethrow_exception(reduced.exception_ptr());
-          divisor.wait();
-        } catch (...) {
-          widen_in_place(buffer, Divisor{});
-          throw;
-        }
-        widen_in_place(buffer, divisor);
-        return buffer;
-      },
-      c10::TensorType::get());
-}
-
-FuturePtr bf16_mean(const ExchangeContext& context, const at::Tensor& buffer) {
-  const at::Tensor sent = buffer.to(at::kBFloat16);
-  const Exchange exchange = start(context, sent);
-  return exchange.reduced->then(
-      [divisor = exchange.divisor, buffer, sent](Future& reduced) -> c10::IValue {
-        const at::NoGradGuard no_grad;
-        if (reduced.hasError()) std::rethrow_exception(reduced.exception_ptr());
-        divisor.wait();
-        buffer.copy_(sent);
-        divisor.divide(buffer);
-        return buffer;
-      },
-      c10::TensorType::get());
-}
-
-}  // namespace
-
-FuturePtr AllReduce::exchange(const ExchangeContext& context, const at::Tensor& buffer) {
-  return exact_mean(context, buffer);
-}
-
-FuturePtr BF16Compress::exchange(const ExchangeContext& context, const at::Tensor& buffer) {
-  const bool compresses =
-      !buffer.is_sparse() && (buffer.scalar_type() == at::kFloat || buffer.scalar_type() == at::kDouble);
-  if (!compresses) return exact_mean(context, buffer);
-  return converts_in_place(buffer) ? bf16_mean_in_place(context, buffer) : bf16_mean(context, buffer);
 }
 
 }  // namespace fccl::hooks

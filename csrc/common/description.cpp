@@ -23,6 +23,7 @@ const char* name_of(Collective collective) noexcept {
     case Collective::kReduceScatter: return "reduce_scatter";
     case Collective::kAllToAll: return "all_to_all";
     case Collective::kSparseAllReduce: return "all_reduce of a sparse tensor";
+    case Collective::kCompressedAllReduce: return "compressed_all_reduce";
   }
   return "unknown";
 }
@@ -82,6 +83,7 @@ const char* first_difference(const Description& a, const Description& b) {
   if (a.flags != b.flags) return "the form of the call";
   if (counts_must_agree(a) && a.count != b.count) return "the number of elements";
   if (a.output_count != b.output_count) {
+    if (a.collective == Collective::kCompressedAllReduce) return "how the elements are coded";
     return a.flags == 0 ? "the number of output elements" : "the list of sizes";
   }
   return nullptr;
@@ -103,6 +105,10 @@ std::string Description::to_string() const {
   if (collective == Collective::kBarrier) return text + "()";
   if (collective == Collective::kNone) return text;
   if (collective == Collective::kRejected) return text + ": " + note;
+  if (collective == Collective::kCompressedAllReduce) {
+    return text + "(" + note + ", count=" + std::to_string(count) + ", coded=#" +
+           std::to_string(output_count) + ")";
+  }
   text += std::string("(") + name_of(dtype) + ", count=" + std::to_string(count);
   if (output_count != 0) {
     text += flags != 0 ? ", sizes=#" + std::to_string(output_count)

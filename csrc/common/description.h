@@ -31,8 +31,10 @@ enum class Collective : std::uint8_t {
   kReduceScatter = 9,
   kAllToAll = 10,
   kSparseAllReduce = 11,
+  // A gradient hook's: several exchanges of bytes, behind one comparison.
+  kCompressedAllReduce = 12,
 };
-inline constexpr std::uint8_t kCollectiveCount = 12;
+inline constexpr std::uint8_t kCollectiveCount = 13;
 
 const char* name_of(Collective collective) noexcept;
 
@@ -42,16 +44,18 @@ struct Description {
   Collective collective = Collective::kNone;
   DType dtype = DType::kBytes;
   ReduceOp reduce_op = ReduceOp::kSum;
-  std::uint8_t flags = 0;          // kUneven
-  std::int32_t root = -1;          // rank in the group; -1 where there is none
-  std::uint64_t count = 0;         // elements this rank contributes (broadcast: of the message)
-  std::uint64_t output_count = 0;  // elements received; with kUneven a fingerprint of the sizes; or 0
-  std::uint32_t tensors = 1;       // tensors in a coalesced call
+  std::uint8_t flags = 0;   // kUneven
+  std::int32_t root = -1;   // rank in the group; -1 where there is none
+  std::uint64_t count = 0;  // elements this rank contributes (broadcast: of the message)
+  // Elements received; with kUneven a fingerprint of the sizes; kCompressedAllReduce: of how the elements are
+  // coded; or 0.
+  std::uint64_t output_count = 0;
+  std::uint32_t tensors = 1;  // tensors in a coalesced call
   std::uint32_t reserved = 0;
   // Where this rank's tensors lie in its arena, or kNowhere. Not compared: ranks need not agree on it.
   std::uint64_t input_at = kNowhere;
   std::uint64_t output_at = kNowhere;
-  char note[192] = {};  // kRejected: why, NUL-terminated
+  char note[192] = {};  // NUL-terminated; kRejected: why; kCompressedAllReduce: how. Not compared.
 
   static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
 

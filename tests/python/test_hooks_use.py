@@ -31,7 +31,7 @@ def pull_the_cable(future):
 
 
 class FlakyGroup(dist.ProcessGroup):
-    """Passes all_reduce on to the default group, unless told to fail."""
+    """Passes collectives on to the default group, unless told to fail."""
 
     def __init__(self):
         self.inner = dist.distributed_c10d._get_default_group()
@@ -39,9 +39,23 @@ class FlakyGroup(dist.ProcessGroup):
         self.failure = ""
 
     def allreduce(self, tensors, options):
+        return self.carry(lambda: self.inner.allreduce(tensors, options))
+
+    def allgather(self, outputs, inputs, options):
+        return self.inner.allgather(outputs, inputs, options)
+
+    # The second exchange of a compressing hook, and so one in the middle.
+    def alltoall_base(self, output, input, output_splits, input_splits, options):
+        return self.carry(
+            lambda: self.inner.alltoall_base(output, input, output_splits, input_splits, options)
+        )
+
+    all_to_all_single = alltoall_base
+
+    def carry(self, start):
         if self.failure == "at once":
             raise RuntimeError("the cable was pulled at once")
-        work = self.inner.allreduce(tensors, options)
+        work = start()
         if self.failure == "later":
             return torch._C._distributed_c10d._create_work_from_future(work.get_future().then(pull_the_cable))
         return work
