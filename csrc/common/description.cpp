@@ -106,7 +106,7 @@ std::string Description::to_string() const {
   if (collective == Collective::kNone) return text;
   if (collective == Collective::kRejected) return text + ": " + note;
   if (collective == Collective::kCompressedAllReduce) {
-    return text + "(" + note + ", count=" + std::to_string(count) + ", coded=#" +
+    return text + "(" + name_of(dtype) + ", " + note + ", count=" + std::to_string(count) + ", coded=#" +
            std::to_string(output_count) + ")";
   }
   text += std::string("(") + name_of(dtype) + ", count=" + std::to_string(count);

@@ -222,7 +222,7 @@ struct ReduceShard {
           const float value = load(reinterpret_cast<const float*>(shard + layout.exempt_at(e)));
           sum = rank == 0 ? value : sum + value;
         }
-        sum = sum / divisor;
+        sum = codec::generic::with_one_nan<std::uint32_t>(sum / divisor);  // the CPU's reductions do so
       }
       store(reinterpret_cast<float*>(args.out + layout.exempt_at(e)), sum);
     }

@@ -129,6 +129,22 @@ TEST(Description, the_verdict_is_one_on_all_ranks_whatever_their_number) {
   EXPECT_TRUE(contains(check_compatible(calls), "rank 299 called all_reduce(float32, count=4, op=sum)"));
 }
 
+TEST(Description, compressed_buckets_say_how_they_are_coded) {
+  Description int8 = call(Collective::kCompressedAllReduce, 1000);
+  int8.output_count = 7;
+  int8.set_note("int8, block=256");
+  Description fp8 = int8;
+  fp8.output_count = 9;
+  fp8.set_note("fp8_e4m3, block=256");
+  EXPECT_EQ(verdict({int8, int8}), "");
+  const std::string message = verdict({int8, fp8, int8});
+  EXPECT_TRUE(contains(message, "how the elements are coded differs"));
+  EXPECT_TRUE(
+      contains(message, "ranks 0 and 2 called compressed_all_reduce(float32, int8, block=256, count=1000"));
+  EXPECT_TRUE(
+      contains(message, "rank 1 called compressed_all_reduce(float32, fp8_e4m3, block=256, count=1000"));
+}
+
 TEST(Description, long_notes_are_cut_between_characters) {
   Description d = call(Collective::kRejected);
   for (std::size_t length = 0; length < 300; ++length) {

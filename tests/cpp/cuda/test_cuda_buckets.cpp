@@ -5,7 +5,7 @@
 #include <cmath>
 #include <random>
 
-#include "cpu/kernels/block_code.h"
+#include "cpu/bucket_coder.h"
 #include "cuda/bucket_kernels.h"
 #include "cuda/launcher.h"
 
@@ -76,107 +76,24 @@ Bucket<Source> make_bucket(std::uint64_t seed, int rank) {
   return bucket;
 }
 
+// ---- The reference: the CPU's coder, over float32 ----
+
 template <class Source>
-std::vector<float> widened(const Bucket<Source>& bucket, std::size_t begin, std::size_t count) {
+std::vector<float> widened(const Bucket<Source>& bucket) {
   std::vector<float> values;
-  for (std::size_t i = begin; i < begin + count; ++i) values.push_back(Source::widen(bucket.gradients[i]));
+  for (const auto& gradient : bucket.gradients) values.push_back(Source::widen(gradient));
   return values;
 }
 
-// ---- The reference: the CPU's kernels, a block at a time ----
-
-// Calls step(parameter, block of the bucket, first element, elements).
-template <class Source, class Step>
-void for_each_block(const Bucket<Source>& bucket, std::uint32_t block, Step step) {
-  std::uint64_t number = 0;
+template <class Source>
+cpu::BucketCoder coder_of(Bucket<Source>& bucket, codec::BlockFormat format, std::uint32_t block, int world,
+                          bool feedback) {
+  std::vector<cpu::BucketRange> ranges;
   for (const Parameter& one : bucket.parameters) {
-    if (one.exempt) continue;
-    for (std::size_t i = 0; i < one.length; i += block, ++number) {
-      step(number, one.begin + i, std::min<std::size_t>(block, one.length - i));
-    }
+    float* const remainder = feedback && !one.exempt ? bucket.remainders.data() + one.begin : nullptr;
+    ranges.push_back({one.begin, one.length, one.exempt, remainder});
   }
-}
-template <class Source, class Step>
-void for_each_exempt(const Bucket<Source>& bucket, Step step) {
-  std::uint64_t number = 0;
-  for (const Parameter& one : bucket.parameters) {
-    if (!one.exempt) continue;
-    for (std::size_t i = 0; i < one.length; ++i) step(number++, one.begin + i);
-  }
-}
-
-std::byte* slot_of(Bytes& wire, const BucketLayout& layout, std::uint64_t block) {
-  return wire.data() + block / layout.blocks_per_shard * layout.shard_bytes();
-}
-std::byte* exempt_slot_of(Bytes& wire, const BucketLayout& layout, std::uint64_t element) {
-  return wire.data() + element / layout.exempt_per_shard * layout.shard_bytes() +
-         layout.exempt_at(element % layout.exempt_per_shard);
-}
-
-template <class Source>
-Bytes encode_on_cpu(const cpu::BlockKernels& kernels, const BucketLayout& layout, Bucket<Source>& bucket,
-                    bool feedback) {
-  Bytes wire(layout.world * layout.shard_bytes());
-  for_each_block(bucket, layout.block, [&](std::uint64_t number, std::size_t begin, std::size_t count) {
-    std::byte* shard = slot_of(wire, layout, number);
-    const std::uint64_t slot = number % layout.blocks_per_shard;
-    kernels.encode(widened(bucket, begin, count).data(),
-                   feedback ? bucket.remainders.data() + begin : nullptr, count, layout.block,
-                   shard + layout.codes_at(slot),
-                   layout.scale_bytes ? shard + layout.scale_at(slot) : nullptr);
-  });
-  for_each_exempt(bucket, [&](std::uint64_t number, std::size_t at) {
-    const float value = Source::widen(bucket.gradients[at]);
-    std::memcpy(exempt_slot_of(wire, layout, number), &value, sizeof(value));
-  });
-  return wire;
-}
-
-template <class Source>
-Bytes reduce_on_cpu(const cpu::BlockKernels& kernels, const BucketLayout& layout, Bucket<Source>& bucket,
-                    const Bytes& wires, std::uint32_t rank, int divisor, bool feedback) {
-  Bytes out(layout.shard_bytes());
-  for_each_block(bucket, layout.block, [&](std::uint64_t number, std::size_t begin, std::size_t count) {
-    if (number / layout.blocks_per_shard != rank) return;
-    const std::uint64_t slot = number % layout.blocks_per_shard;
-    std::vector<cpu::CodedRun> runs;
-    for (std::uint64_t r = 0; r < layout.world; ++r) {
-      const std::byte* shard = wires.data() + r * layout.shard_bytes();
-      runs.push_back({shard + layout.codes_at(slot), shard + layout.scale_at(slot)});
-    }
-    kernels.mean(runs.data(), static_cast<int>(runs.size()), count, layout.block, divisor,
-                 feedback ? bucket.remainders.data() + begin : nullptr, out.data() + layout.codes_at(slot),
-                 layout.scale_bytes ? out.data() + layout.scale_at(slot) : nullptr);
-  });
-  for (std::uint64_t e = 0; e < layout.exempt_in(rank); ++e) {
-    float sum = 0;
-    for (std::uint64_t r = 0; r < layout.world; ++r) {
-      float value;
-      std::memcpy(&value, wires.data() + r * layout.shard_bytes() + layout.exempt_at(e), sizeof(value));
-      sum = r == 0 ? value : sum + value;
-    }
-    sum /= static_cast<float>(divisor);
-    std::memcpy(out.data() + layout.exempt_at(e), &sum, sizeof(sum));
-  }
-  return out;
-}
-
-template <class Source>
-void decode_on_cpu(const cpu::BlockKernels& kernels, const BucketLayout& layout, Bucket<Source>& bucket,
-                   Bytes wire) {
-  for_each_block(bucket, layout.block, [&](std::uint64_t number, std::size_t begin, std::size_t count) {
-    std::byte* shard = slot_of(wire, layout, number);
-    const std::uint64_t slot = number % layout.blocks_per_shard;
-    std::vector<float> values(count);
-    kernels.decode({shard + layout.codes_at(slot), shard + layout.scale_at(slot)}, count, layout.block,
-                   values.data());
-    for (std::size_t i = 0; i < count; ++i) bucket.gradients[begin + i] = Source::narrow(values[i]);
-  });
-  for_each_exempt(bucket, [&](std::uint64_t number, std::size_t at) {
-    float value;
-    std::memcpy(&value, exempt_slot_of(wire, layout, number), sizeof(value));
-    bucket.gradients[at] = Source::narrow(value);
-  });
+  return {format, block, world, std::move(ranges)};
 }
 
 // ---- The comparison ----
@@ -209,7 +126,6 @@ bool same_gradients(const Bucket<Source>& a, const Bucket<Source>& b) {
 
 template <class Source, class Code, int kBlock>
 void compare(int world, std::uint64_t seed, bool feedback) {
-  const cpu::BlockKernels& kernels = cpu::block_kernels(Code::kFormat);
   std::vector<Bucket<Source>> on_cpu;
   std::vector<Bucket<Source>> on_gpu;
   for (int rank = 0; rank < world; ++rank) {
@@ -219,12 +135,17 @@ void compare(int world, std::uint64_t seed, bool feedback) {
   }
   const BucketLayout layout = BucketLayout::make(on_gpu[0].blocks, on_gpu[0].exempt_elements, kBlock,
                                                  Code::kBytes, Code::kScaled, world);
+  std::vector<cpu::BucketCoder> coders;
+  for (Bucket<Source>& bucket : on_cpu)
+    coders.push_back(coder_of(bucket, Code::kFormat, kBlock, world, feedback));
+  EXPECT_EQ(std::memcmp(&coders[0].layout(), &layout, sizeof(layout)), 0);
   const auto ranges = [](const std::vector<Range>& all) {
     return RangeTable{all.data(), static_cast<std::uint32_t>(all.size())};
   };
   std::vector<Bytes> wires;
   for (std::size_t rank = 0; rank < on_cpu.size(); ++rank) {
-    wires.push_back(encode_on_cpu(kernels, layout, on_cpu[rank], feedback));
+    wires.push_back(poisoned(layout.world * layout.shard_bytes()));
+    coders[rank].encode(widened(on_cpu[rank]).data(), wires.back().data());
     Bytes wire = poisoned(wires.back().size());
     launch<EncodeBucket<Source, Code, kBlock>>(
         {layout, ranges(on_gpu[rank].coded), ranges(on_gpu[rank].exempt), wire.data()});
@@ -239,7 +160,8 @@ void compare(int world, std::uint64_t seed, bool feedback) {
       const auto shard = wire.begin() + static_cast<std::ptrdiff_t>(rank * layout.shard_bytes());
       received.insert(received.end(), shard, shard + static_cast<std::ptrdiff_t>(layout.shard_bytes()));
     }
-    const Bytes expected = reduce_on_cpu(kernels, layout, on_cpu[rank], received, rank, world, feedback);
+    Bytes expected = poisoned(layout.shard_bytes());
+    coders[rank].average(static_cast<int>(rank), received.data(), world, expected.data());
     Bytes out = poisoned(layout.shard_bytes());
     launch<ReduceShard<Code, kBlock>>(
         {layout, ranges(on_gpu[rank].coded), received.data(), out.data(), &divisor, rank});
@@ -248,7 +170,9 @@ void compare(int world, std::uint64_t seed, bool feedback) {
     gathered.insert(gathered.end(), out.begin(), out.end());
   }
   std::uint32_t not_finite = 0;
-  decode_on_cpu(kernels, layout, on_cpu[0], gathered);
+  std::vector<float> values = widened(on_cpu[0]);
+  coders[0].decode(gathered.data(), values.data());
+  for (std::size_t i = 0; i < values.size(); ++i) on_cpu[0].gradients[i] = Source::narrow(values[i]);
   launch<DecodeBucket<Source, Code, kBlock>>(
       {layout, ranges(on_gpu[0].coded), ranges(on_gpu[0].exempt), gathered.data(), &not_finite});
   EXPECT_TRUE(same_gradients(on_cpu[0], on_gpu[0]));
