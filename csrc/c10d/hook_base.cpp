@@ -20,6 +20,13 @@ FuturePtr failed_future(const at::Tensor& buffer, std::exception_ptr error) {
   return future;
 }
 
+// DDP hands complex gradients over as pairs of real numbers, which the bucket's own gradients do not
+// describe.
+bool is_complex(const GradBucket& bucket) {
+  const std::vector<at::Tensor> parameters = bucket.getParameters();  // of one dtype
+  return bucket.getBuffer().is_complex() || (!parameters.empty() && parameters[0].is_complex());
+}
+
 }  // namespace
 
 FuturePtr GradientHook::run(const ExchangeContext& context, GradBucket& bucket) noexcept {
@@ -29,7 +36,7 @@ FuturePtr GradientHook::run(const ExchangeContext& context, GradBucket& bucket) 
     const at::NoGradGuard no_grad;
     TORCH_CHECK(at::isFloatingType(buffer.scalar_type()) || buffer.is_complex(), name(),
                 " averages floating-point gradients, and this bucket holds ", buffer.scalar_type());
-    const bool compressed = !buffer.is_sparse() && compresses(buffer.scalar_type());
+    const bool compressed = !buffer.is_sparse() && compresses(buffer.scalar_type()) && !is_complex(bucket);
     return compressed ? exchange(context, bucket) : exact_mean(context, buffer);
   } catch (...) {
     return failed_future(buffer, std::current_exception());

@@ -11,11 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 from fccl import hooks
 
 BACKENDS = ["gloo", "fccl"]
-HOOKS = ["AllReduce", "BF16Compress"]
+# By name, since a test's arguments go to other processes. Most tests steer parameters of one dimension, so the
+# quantising hooks here exempt none.
+HOOKS = {
+    "AllReduce": hooks.AllReduce,
+    "BF16Compress": hooks.BF16Compress,
+    "FP16Compress": hooks.FP16Compress,
+    "int8": lambda: hooks.BlockQuantize("int8", exempt=None),
+    "fp8_e5m2": lambda: hooks.BlockQuantize("fp8_e5m2", block=128, error_feedback=False, exempt=None),
+}
 FORMS = ["register", "python"]
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
-both_hooks = pytest.mark.parametrize("hook", HOOKS)
+all_hooks = pytest.mark.parametrize("hook", HOOKS)
 
 
 class Steered(nn.Module):
@@ -34,7 +42,7 @@ class Steered(nn.Module):
 
 
 def attach(ddp, hook, form="register"):
-    hook = getattr(hooks, hook)()
+    hook = HOOKS[hook]()
     if form == "register":
         hooks.register(ddp, hook)
     else:
@@ -50,6 +58,26 @@ def steered_gradients(hook, wanted, form="register", steps=1, **options):
         ddp.zero_grad()
         ddp(*wanted).sum().backward()
     return [p.grad.clone() for p in ddp.parameters()]
+
+
+def error_bounds(hook, exact, magnitude, world_size, largest):
+    """By how much a hook may miss the mean of one parameter's gradients, at most.
+
+    ``exact``: the mean; ``magnitude``: the mean of the ranks' magnitudes; ``largest``: the largest magnitude of
+    any rank's so far, for hooks that code blocks or owe what earlier steps lost.
+    """
+    own = 4e-6 * magnitude.max()  # float32's
+    if hook == "AllReduce":
+        return torch.full_like(exact, own)
+    if hook == "BF16Compress":  # each rank's rounding, and the mean's
+        return 2**-8 * magnitude + 2**-8 * (exact.abs() + 2**-8 * magnitude) + own
+    if hook == "FP16Compress":
+        return 2**-11 * magnitude + 2**-11 * (exact.abs() + 2**-11 * magnitude) + 2**-38 * largest + own
+    # Twice coded: on the way in, and the mean. Error feedback adds as much again, of the step before: to what
+    # is coded, and to the mean.
+    if hook == "int8":
+        return torch.full_like(exact, (2 + world_size) * 1.1 * largest / 254) + own
+    return 2**-3 * magnitude + 2**-3 * (exact.abs() + 2**-3 * magnitude) + 2**-31 * largest + own
 
 
 def same_on_all_ranks(tensors):

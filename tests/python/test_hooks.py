@@ -7,18 +7,19 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hooks_testing import (
     FORMS,
+    HOOKS,
     Net,
     SparseNet,
     Steered,
+    all_hooks,
     attach,
     backends,
     batch,
-    both_hooks,
+    error_bounds,
     reference_gradients,
     same_on_all_ranks,
     steered_gradients,
@@ -41,7 +42,7 @@ def train_and_compare(rank, world_size, hook, form, mode, as_bucket_view):
     plain = DistributedDataParallel(copy.deepcopy(net), **options)
     hooked = DistributedDataParallel(copy.deepcopy(net), **options)
     attach(hooked, hook, form)
-    on_fccl = dist.get_backend() == "fccl"
+    largest = 0.0
     for step in range(4):  # buckets are rebuilt at the second or third
         for ddp in (plain, hooked):
             ddp.zero_grad()
@@ -55,28 +56,25 @@ def train_and_compare(rank, world_size, hook, form, mode, as_bucket_view):
             if p.grad is None:
                 continue
             gradients.append(p.grad)
-            if hook == "AllReduce":
-                bound = 4e-6 * magnitude.max()
-                assert (p.grad - q.grad).abs().max() <= bound, (step, name)
-                if world_size == 2:  # a division by two loses nothing, whenever it is made
-                    assert torch.equal(p.grad, q.grad), (step, name)
-            else:
-                # Each rank's rounding, and one for every further one that the backend makes.
-                roundings = 2 if on_fccl else world_size
-                bound = roundings * 2**-8 * magnitude + 1e-6 * magnitude.max()
+            largest = max(largest, magnitude.max().item() * world_size)
+            if hook == "AllReduce" and world_size == 2:
+                # A division by two loses nothing, whenever it is made.
+                assert torch.equal(p.grad, q.grad), (step, name)
+            if hook != "AllReduce":
                 assert torch.equal(p.grad, q.grad) is False or p.grad.abs().max() == 0, (step, name)
+            bound = error_bounds(hook, mean, magnitude, world_size, largest)
             assert ((p.grad.double() - mean).abs() <= bound).all(), (step, name)
-            if hook == "BF16Compress" and on_fccl:
+            if hook == "BF16Compress":
                 assert torch.equal(p.grad, p.grad.bfloat16().float()), (step, name)
         assert same_on_all_ranks(gradients), step
-    assert hooked._get_ddp_logging_data()["comm_hook"] == f"fccl.hooks.{hook}"
+    assert hooked._get_ddp_logging_data()["comm_hook"] == HOOKS[hook]().name
     if mode == "plain":
         assert hooked._get_ddp_logging_data()["has_rebuilt_buckets"]
         assert len(hooked._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 1
 
 
 @backends
-@both_hooks
+@all_hooks
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", ["plain", "find_unused", "static", "static_unused"])
 @pytest.mark.parametrize("as_bucket_view", [False, True])
@@ -85,7 +83,7 @@ def test_gradients_equal_ddp_and_reference(rank_pool, backend, hook, form, mode,
 
 
 @backends
-@both_hooks
+@all_hooks
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_on_three_ranks(rank_pool, backend, hook, form):
     rank_pool(3, backend).run(train_and_compare, hook, form, "plain", True)
@@ -122,7 +120,7 @@ def sixteen_bit_sums(rank, world_size, hook):
 
 
 @backends
-@both_hooks
+@all_hooks
 def test_sixteen_bit_gradients_are_summed_in_float32(rank_pool, backend, hook):
     rank_pool(3, backend).run(sixteen_bit_sums, hook)
 
@@ -142,7 +140,7 @@ def mixed_dtypes(rank, world_size, hook, as_bucket_view):
 
 
 @backends
-@both_hooks
+@all_hooks
 @pytest.mark.parametrize("as_bucket_view", [False, True])
 def test_dtypes_in_one_model(rank_pool, backend, hook, as_bucket_view):
     rank_pool(2, backend).run(mixed_dtypes, hook, as_bucket_view)
@@ -189,8 +187,11 @@ def non_finite(rank, world_size, hook, form):
     if rank == 1:
         wanted[10], wanted[11], wanted[39999] = float("inf"), float("nan"), float("-inf")
     (gradient,) = steered_gradients(hook, [wanted], form)
-    assert gradient[10] == float("inf")
-    assert gradient[39999] == float("-inf")
+    if hook == "int8":  # which has one code for all that is not finite
+        assert gradient[[10, 39999]].isnan().all()
+    else:
+        assert gradient[10] == float("inf")
+        assert gradient[39999] == float("-inf")
     assert gradient[11].isnan()
     finite = torch.ones(40000, dtype=torch.bool)
     finite[[10, 11, 39999]] = False
@@ -201,7 +202,7 @@ def non_finite(rank, world_size, hook, form):
 
 
 @backends
-@both_hooks
+@all_hooks
 @pytest.mark.parametrize("form", FORMS)
 def test_inf_and_nan_reach_every_rank(rank_pool, backend, hook, form):
     rank_pool(2, backend).run(non_finite, hook, form)
@@ -243,7 +244,7 @@ def accumulate(rank, world_size, hook, as_bucket_view):
 
 
 @backends
-@both_hooks
+@all_hooks
 @pytest.mark.parametrize("as_bucket_view", [False, True])
 def test_no_sync_exchanges_the_accumulated_gradient_once(rank_pool, backend, hook, as_bucket_view):
     rank_pool(2, backend).run(accumulate, hook, as_bucket_view)
@@ -275,7 +276,7 @@ def sparse_gradients(rank, world_size, hook, form, dtype):
 
 
 @backends
-@both_hooks
+@all_hooks
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sparse_gradients_are_averaged(rank_pool, backend, hook, form, dtype):

@@ -17,10 +17,11 @@ import fccl
 from fccl import hooks
 from hooks_testing import (
     FORMS,
+    HOOKS,
     Steered,
+    all_hooks,
     attach,
     backends,
-    both_hooks,
 )
 
 # ---- errors of the exchange ----
@@ -64,7 +65,7 @@ class FlakyGroup(dist.ProcessGroup):
 def failing_exchange(rank, world_size, hook, failure, as_bucket_view):
     group = FlakyGroup()
     ddp = DistributedDataParallel(Steered(torch.zeros(40000)), gradient_as_bucket_view=as_bucket_view)
-    native = getattr(hooks, hook)()._native()
+    native = HOOKS[hook]()._native()
     fccl._extension.load().register_comm_hook(ddp.reducer, group, native)
     wanted = torch.full((40000,), 1.0 + 2 * rank)
     for step in range(4):
@@ -82,7 +83,7 @@ def failing_exchange(rank, world_size, hook, failure, as_bucket_view):
 
 
 @backends
-@both_hooks
+@all_hooks
 @pytest.mark.parametrize("failure", ["at once", "later"])
 @pytest.mark.parametrize("as_bucket_view", [False, True])
 def test_error_is_raised_by_backward_and_the_next_step_works(
@@ -94,7 +95,7 @@ def test_error_is_raised_by_backward_and_the_next_step_works(
 def python_form_fails(rank, world_size, hook):
     group = FlakyGroup()
     ddp = DistributedDataParallel(Steered(torch.zeros(5)))
-    ddp.register_comm_hook(None, getattr(hooks, hook)().as_python_hook(group))
+    ddp.register_comm_hook(None, HOOKS[hook]().as_python_hook(group))
     for step in range(3):
         ddp.zero_grad()
         group.failure = "at once" if step == 1 else ""
@@ -106,7 +107,7 @@ def python_form_fails(rank, world_size, hook):
             assert (ddp.module.parameters_[0].grad == 1.0).all()
 
 
-@both_hooks
+@all_hooks
 def test_error_in_the_python_form(rank_pool, hook):
     rank_pool(2, "gloo").run(python_form_fails, hook)
 
@@ -129,7 +130,7 @@ def mismatched_calls(rank, world_size, hook):
     assert (ddp.module.parameters_[0].grad == 2.0).all()
 
 
-@both_hooks
+@all_hooks
 def test_mismatched_call_raises_and_the_group_stays_usable(rank_pool, hook):
     rank_pool(2, "fccl").run(mismatched_calls, hook)
 
@@ -238,7 +239,7 @@ def subgroups(rank, world_size, hook, form):
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     group = groups[0] if rank < 2 else groups[1]
     ddp = DistributedDataParallel(Steered(torch.zeros(3)), process_group=group)
-    hook = getattr(hooks, hook)()
+    hook = HOOKS[hook]()
     if form == "register":
         hooks.register(ddp, hook)
     elif form == "state":
@@ -256,7 +257,7 @@ def subgroups(rank, world_size, hook, form):
 
 
 @backends
-@both_hooks
+@all_hooks
 @pytest.mark.parametrize("form", ["register", "state", "argument"])
 def test_exchange_is_in_the_models_group(rank_pool, backend, hook, form):
     rank_pool(3, backend).run(subgroups, hook, form)
@@ -305,7 +306,7 @@ def models_come_and_go(rank, world_size, hook, form):
 
 
 @backends
-@both_hooks
+@all_hooks
 @pytest.mark.parametrize("form", FORMS)
 def test_model_and_hook_are_freed(rank_pool, backend, hook, form):
     """Seventy models with a bucket of 4 MB each: if only the buckets stayed, that were 280 MB.
