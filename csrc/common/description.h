@@ -37,6 +37,10 @@ enum class Collective : std::uint8_t {
 inline constexpr std::uint8_t kCollectiveCount = 13;
 
 const char* name_of(Collective collective) noexcept;
+// Whether its descriptions have a note. Where others are kept, the note's bytes may be an earlier call's.
+constexpr bool has_note(Collective collective) noexcept {
+  return collective == Collective::kRejected || collective == Collective::kCompressedAllReduce;
+}
 
 // Fixed layout, copied into shared memory as it is. Peers' bytes are a stranger's bytes: readers
 // copy the whole struct out once and validate() the copy.

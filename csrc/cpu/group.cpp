@@ -126,10 +126,9 @@ void Call::settle() {
 
 void Call::arrive() {
   Control& control = state_.control();
-  // Free by I4. Only rejected calls have a note.
+  // Free by I4.
   void* line = &control.descriptions[number_ % kDescriptionLines].description;
-  std::memcpy(line, &description_,
-              description_.collective == Collective::kRejected ? sizeof(Description) : kWithoutNote);
+  std::memcpy(line, &description_, has_note(description_.collective) ? sizeof(Description) : kWithoutNote);
   if (state_.config.testing.lie) [[unlikely]]
     state_.config.testing.lie(line, false);
   if (description_.input_at != Description::kNowhere || description_.output_at != Description::kNowhere) {

@@ -88,7 +88,7 @@ class BlockQuantize(GradientHook):
         self.exempt = _checked_exempt(exempt)
         self._lock = threading.Lock()
         self._shared: Any = None
-        self._model: weakref.ref[DistributedDataParallel] | None = None
+        self._module: weakref.ref[nn.Module] | None = None
 
     # ---- state ----
 
@@ -150,7 +150,7 @@ class BlockQuantize(GradientHook):
 
     def _named_parameters(self, model: nn.Module | None, method: str) -> list[tuple[str, nn.Parameter]]:
         if model is None:
-            model = self._model() if self._model is not None else None
+            model = self._module() if self._module is not None else None
             if model is None:
                 raise RuntimeError(
                     f"{self.name}.{method}: the hook is registered with no model; call fccl.hooks.register(ddp,"
@@ -171,8 +171,8 @@ class BlockQuantize(GradientHook):
         return super().as_python_hook(group)
 
     def _prepare(self, ddp: DistributedDataParallel) -> None:
-        other = self._model() if self._model is not None else None
-        if other is not None and other.module is not ddp.module:
+        other = self._module() if self._module is not None else None
+        if other is not None and other is not ddp.module:
             raise RuntimeError(
                 f"fccl.hooks.register(ddp, {self!r}): this hook serves another model and keeps its state; make"
                 " one hook for each"
@@ -181,7 +181,7 @@ class BlockQuantize(GradientHook):
             self._native().set_exempt(self._exempt_parameters(ddp.module))
 
     def _attach(self, ddp: DistributedDataParallel) -> None:
-        self._model = weakref.ref(ddp)
+        self._module = weakref.ref(ddp.module)  # which may outlive the DDP, and be wrapped again
 
     @property
     def _exempts_by_name(self) -> bool:
