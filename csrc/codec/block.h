@@ -9,7 +9,10 @@
 //
 // With error feedback what is sent is gradient + remainder, and remainder_of() what was lost of it. Such a
 // block whose gradients are all zero (an unused parameter, a rank that is out of data) is sent as zeros, its
-// scale too, and keeps its remainder: DDP throws the result for a parameter away that no rank has used.
+// scale too, and keeps its remainder: DDP throws the result for a parameter away that no rank has used. What
+// the mean's code loses is kept by the owner of the shard, who may have nothing to say of that block for many
+// steps (an expert that it never routes to): its remainder then goes into the sum itself, as soon as any
+// other rank has something to say, and would else grow without bound.
 //
 // Everything here is written once for scalars, GCC vectors and device code, from operations that round the
 // same everywhere (no division in the elements, no fused multiply-add, no operand that a thread which
@@ -218,10 +221,12 @@ FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F remainder_of(F value, U code, F 
   return if_finite<U>(value - decode_scaled<Code, F>(code, scale), previous);
 }
 // The same for a mean that its owner has encoded for all ranks: the next sum is short of `ranks` times what
-// was lost of it, and the owner alone makes that good.
+// was lost of it, and the owner alone makes that good. `waiting`: what of the `previous` remainder the sum
+// did not hold; all of it, or zero.
 template <class Code, class U, class F>
-FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F remainder_with(F mean, U code, F scale, F ranks, F previous) {
-  return if_finite<U>(previous + ranks * (mean - decode_scaled<Code, F>(code, scale)), previous);
+FCCL_HOST_DEVICE FCCL_ALWAYS_INLINE constexpr F remainder_with(F mean, U code, F scale, F ranks, F waiting,
+                                                               F previous) {
+  return if_finite<U>(waiting + ranks * (mean - decode_scaled<Code, F>(code, scale)), previous);
 }
 
 }  // namespace generic

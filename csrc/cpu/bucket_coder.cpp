@@ -115,7 +115,7 @@ void BucketCoder::average(int rank, const std::byte* received, int divisor, std:
       run = {from + layout_.codes_at(part.at), from + layout_.scale_at(part.at)};
       from += layout_.shard_bytes();
     }
-    kernels.mean(runs.data(), sources, part.count, layout_.block, divisor, part.remainder,
+    kernels.mean(runs.data(), sources, rank, part.count, layout_.block, divisor, part.remainder,
                  shard + layout_.codes_at(part.at), shard + layout_.scale_at(part.at));
   });
   if (const std::uint64_t count = layout_.exempt_in(own)) {

@@ -165,20 +165,25 @@ struct ReduceShard {
       float scale = 0;
       if (slot < used) {
         float mean[kPerLane];
-        sum_of(args, slot, mean);
+        const bool own_is_silent = sum_of(args, slot, mean);
+        const std::uint64_t b = args.rank * layout.blocks_per_shard + slot;
+        const Range& range = cursor.at(b);
+        const std::uint64_t begin = (b - range.first) * kBlock;
+        if (range.remainder && own_is_silent) add_remainder(range, begin, mean);
         FCCL_UNROLL
         for (int i = 0; i < kPerLane; ++i) mean[i] = mean[i] / divisor;
         scale = encode_lanes<Code>(mean, codes).scale;
-        const std::uint64_t b = args.rank * layout.blocks_per_shard + slot;
-        const Range& range = cursor.at(b);
-        if (range.remainder) keep_remainder(range, (b - range.first) * kBlock, mean, codes, scale, divisor);
+        if (range.remainder) keep_remainder(range, begin, mean, codes, scale, divisor, !own_is_silent);
       }
       store_block<Code>(layout, args.out, slot, codes, scale);
     }
   }
 
-  FCCL_KERNEL static void sum_of(const Args& args, std::uint64_t slot, float (&sum)[kPerLane]) {
+  // Returns whether the own rank has sent nothing but zeros, and another one has not; known to all lanes.
+  FCCL_KERNEL static bool sum_of(const Args& args, std::uint64_t slot, float (&sum)[kPerLane]) {
     const codec::BucketLayout& layout = args.layout;
+    std::uint32_t own = 0;
+    std::uint32_t any = 0;
     FCCL_UNROLL
     for (int i = 0; i < kPerLane; ++i) sum[i] = 0;
     for (std::uint32_t rank = 0; rank < layout.world; ++rank) {
@@ -190,22 +195,33 @@ struct ReduceShard {
       for (int i = 0; i < kPerLane; ++i) {
         const float value = codec::generic::decode_scaled<Code, float>(codes[i], scale);
         sum[i] = rank == 0 ? value : sum[i] + value;
+        any |= codes[i];
+        if (rank == args.rank) own |= codes[i];
       }
     }
+    return any_lane(any) && !any_lane(own);
+  }
+
+  FCCL_KERNEL static void add_remainder(const Range& range, std::uint64_t begin, float (&sum)[kPerLane]) {
+    float waiting[kPerLane];
+    load_lanes<FloatSource>(range.remainder + begin, range.length - begin, waiting);
+    FCCL_UNROLL
+    for (int i = 0; i < kPerLane; ++i) sum[i] += waiting[i];
   }
 
   // The second rounding's error, as a share of this rank's gradient: error feedback makes it good like its
   // own.
   FCCL_KERNEL static void keep_remainder(const Range& range, std::uint64_t begin,
                                          const float (&mean)[kPerLane],
-                                         const std::uint32_t (&codes)[kPerLane], float scale, float divisor) {
+                                         const std::uint32_t (&codes)[kPerLane], float scale, float divisor,
+                                         bool waits) {
     const std::uint64_t count = range.length - begin;
     float kept[kPerLane];
     load_lanes<FloatSource>(range.remainder + begin, count, kept);
     FCCL_UNROLL
     for (int i = 0; i < kPerLane; ++i) {
-      kept[i] =
-          codec::generic::remainder_with<Code, std::uint32_t>(mean[i], codes[i], scale, divisor, kept[i]);
+      kept[i] = codec::generic::remainder_with<Code, std::uint32_t>(mean[i], codes[i], scale, divisor,
+                                                                    waits ? kept[i] : 0.0f, kept[i]);
     }
     store_lanes<FloatSource>(range.remainder + begin, count, kept);
   }

@@ -112,15 +112,20 @@ FCCL_KERNEL std::uint32_t largest_magnitude(const float (&lanes)[kPerLane]) {
   return largest;
 }
 
+// Whether any lane has a bit set; known to all lanes.
+FCCL_KERNEL bool any_lane(std::uint32_t bits) {
+  FCCL_UNROLL
+  for (int mask = kWarpSize / 2; mask > 0; mask /= 2) bits |= shuffle_xor(bits, mask);
+  return bits != 0;
+}
+
 // Whether the block holds nothing but zeros, of either sign; known to all lanes.
 template <int kPerLane>
 FCCL_KERNEL bool all_zero(const float (&lanes)[kPerLane]) {
   std::uint32_t bits = 0;
   FCCL_UNROLL
   for (int i = 0; i < kPerLane; ++i) bits |= __builtin_bit_cast(std::uint32_t, lanes[i]) & 0x7fffffffu;
-  FCCL_UNROLL
-  for (int mask = kWarpSize / 2; mask > 0; mask /= 2) bits |= shuffle_xor(bits, mask);
-  return bits == 0;
+  return !any_lane(bits);
 }
 
 // Four codes of a lane, as they lie on the wire: one word of four bytes, or two of two halves.

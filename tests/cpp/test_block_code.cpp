@@ -205,10 +205,11 @@ TYPED_TEST(BlockCode, remainders_are_exact_and_finite) {
   // A number that comes out as infinity leaves nothing that could be sent later.
   const BlockScale widest = scale_of<Code>({kMax});
   EXPECT_TRUE(std::isfinite(remainder(kMax, widest, 7.0f)));
-  EXPECT_TRUE(std::isfinite(
-      codec::generic::remainder_with<Code>(kMax, encode<Code>(kMax, widest), widest.scale, 3.0f, 7.0f)));
-  EXPECT_EQ(codec::generic::remainder_with<Code>(kInf, encode<Code>(kInf, scale), scale.scale, 3.0f, 7.0f),
-            7.0f);
+  EXPECT_TRUE(std::isfinite(codec::generic::remainder_with<Code>(kMax, encode<Code>(kMax, widest),
+                                                                 widest.scale, 3.0f, 7.0f, 7.0f)));
+  EXPECT_EQ(
+      codec::generic::remainder_with<Code>(kInf, encode<Code>(kInf, scale), scale.scale, 3.0f, 7.0f, 7.0f),
+      7.0f);
 }
 
 TEST(BlockCodes, float16_loses_neither_large_nor_small) {
@@ -307,16 +308,25 @@ struct Reference {
       }
     }
   }
-  static void average_runs(std::vector<CodeRun>& sources, std::size_t count, std::uint32_t size, int divisor,
-                           float* remainder, CodeRun& run) {
+  static bool speaks(CodeRun& run, std::size_t begin, std::size_t end) {
+    const std::uint8_t* const codes = run.code_data();
+    return std::any_of(codes + begin * Code::kBytes, codes + end * Code::kBytes,
+                       [](std::uint8_t byte) { return byte != 0; });
+  }
+  static void average_runs(std::vector<CodeRun>& sources, std::size_t own, std::size_t count,
+                           std::uint32_t size, int divisor, float* remainder, CodeRun& run) {
     const auto ranks = static_cast<float>(divisor);
     for (std::size_t block = 0; block < run.blocks; ++block) {
       const std::size_t begin = block * size;
       const std::size_t end = std::min(count, begin + size);
+      const bool others_alone = !speaks(sources[own], begin, end) &&
+                                std::any_of(sources.begin(), sources.end(),
+                                            [&](CodeRun& source) { return speaks(source, begin, end); });
       std::vector<float> means;
       for (std::size_t i = begin; i < end; ++i) {
         float sum = get(sources[0], i, size);
         for (std::size_t s = 1; s < sources.size(); ++s) sum += get(sources[s], i, size);
+        if (remainder != nullptr && others_alone) sum += remainder[i];
         means.push_back(sum / ranks);
       }
       const BlockScale scale = scale_of<Code>(means);
@@ -324,8 +334,9 @@ struct Reference {
       for (const float mean : means) codes.push_back(encode<Code>(mean, scale));
       put(run, block, size, codes, scale.scale);
       for (std::size_t i = begin; remainder != nullptr && i < end; ++i) {
-        remainder[i] = codec::generic::remainder_with<Code>(means[i - begin], codes[i - begin], scale.scale,
-                                                            ranks, remainder[i]);
+        remainder[i] =
+            codec::generic::remainder_with<Code>(means[i - begin], codes[i - begin], scale.scale, ranks,
+                                                 others_alone ? 0 : remainder[i], remainder[i]);
       }
     }
   }
@@ -386,10 +397,11 @@ class BlockKernelSweep : public ::testing::TestWithParam<std::tuple<Isa, BlockFo
     CodeRun mean(count, block, Code::kBytes), expected_mean(count, block, Code::kBytes);
     std::vector<CodedRun> sources;
     for (CodeRun& run : coded) sources.push_back(run.source());
-    kernels.mean(sources.data(), ranks, count, block, divisor, feedback ? rest.data() + shift : nullptr,
+    const int own = static_cast<int>(count) % ranks;
+    kernels.mean(sources.data(), ranks, own, count, block, divisor, feedback ? rest.data() + shift : nullptr,
                  mean.code_data(), Code::kScaled ? mean.scale_data() : nullptr);
-    Reference<Code>::average_runs(expected, count, block, divisor, feedback ? expected_rest.data() : nullptr,
-                                  expected_mean);
+    Reference<Code>::average_runs(expected, static_cast<std::size_t>(own), count, block, divisor,
+                                  feedback ? expected_rest.data() : nullptr, expected_mean);
     ASSERT_EQ(mean.codes, expected_mean.codes);
     ASSERT_EQ(mean.scales, expected_mean.scales);
     same_floats(rest.data() + shift, expected_rest, count);

@@ -220,6 +220,43 @@ TEST(BucketCoder, nothing_is_lost_for_good) {
   }
 }
 
+// The owner of a shard keeps what the mean's code loses, also where it has no gradients of its own: a rank
+// that has run out of data, an expert that it never routes to. What it keeps must come out all the same.
+TEST(BucketCoder, an_owner_without_gradients_gives_what_it_keeps) {
+  for (const BlockFormat format : kFormats) {
+    constexpr std::size_t kWorld = 2;
+    constexpr int kSteps = 60;
+    Bucket bucket({128, 1, 128}, kWorld, 6);
+    for (std::size_t i = 0; i < bucket.elements; ++i) {
+      // Rank 0 owns one of the two blocks and rank 1 the other. Small elements beside a large one.
+      bucket.ranks[0].gradients[i] = 0;
+      bucket.ranks[1].gradients[i] = i % 64 == 0 ? 1000.0f : 1.0f + 0.01f * static_cast<float>(i);
+    }
+    std::vector<BucketCoder> coders;
+    for (std::size_t r = 0; r < kWorld; ++r) coders.push_back(bucket.coder(format, 128, r, true));
+    std::vector<double> said(bucket.elements);
+    for (int step = 0; step < kSteps; ++step) {
+      const std::vector<float> mean = exchange(coders, bucket, kWorld, std::byte{0});
+      for (std::size_t i = 0; i < said.size(); ++i) said[i] += double{mean[i]} * kWorld;
+    }
+    for (std::size_t i = 0; i < said.size(); ++i) {
+      double owed = 0;
+      for (const Rank& rank : bucket.ranks) {
+        ASSERT_LE(std::abs(rank.remainders[i]), 140)
+            << "element " << i << ", format " << static_cast<int>(format);
+        owed += double{rank.remainders[i]};
+      }
+      ASSERT_NEAR(said[i] + owed, kSteps * double{bucket.ranks[1].gradients[i]}, kSteps * 4e-3)
+          << "element " << i;
+    }
+    // With nothing from anybody nothing is said, and nothing forgotten.
+    const std::vector<float> before = bucket.ranks[0].remainders;
+    std::fill(bucket.ranks[1].gradients.begin(), bucket.ranks[1].gradients.end(), 0.0f);
+    for (const float value : exchange(coders, bucket, kWorld, std::byte{0})) ASSERT_EQ(value, 0.0f);
+    ASSERT_EQ(bucket.ranks[0].remainders, before);
+  }
+}
+
 TEST(BucketCoder, divides_by_the_ranks_that_have_data) {
   Bucket bucket({512, 4}, 3, 4);
   for (std::size_t r = 0; r < 3; ++r)

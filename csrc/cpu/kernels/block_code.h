@@ -31,8 +31,9 @@ struct CodedRun {
 };
 
 // Decodes the runs, adds them up in their order in float32, divides by `divisor` and encodes the mean. What
-// its codes do not say is added to `remainder` (nullptr: nobody wants it), `divisor` times.
-using MeanFunction = void (*)(const CodedRun* sources, int source_count, std::size_t count,
+// its codes do not say is added to `remainder` (nullptr: nobody wants it), `divisor` times. Where the run
+// sources[own] has a block of zeros, and another run has not, the remainder that waited is added to the sum.
+using MeanFunction = void (*)(const CodedRun* sources, int source_count, int own, std::size_t count,
                               std::uint32_t block, int divisor, float* remainder, void* codes, void* scales);
 
 using DecodeFunction = void (*)(CodedRun source, std::size_t count, std::uint32_t block, float* values);

@@ -160,7 +160,7 @@ void encode_blocks(const float* values, float* remainder, std::size_t count, std
 
 // kExact: the divisor is a power of two, whose reciprocal is exact. See Scale in reduce_kernels.inc.h.
 template <class Code, bool kExact, bool kFeedback>
-FCCL_ALWAYS_INLINE void average(const CodedRun* sources, int source_count, std::size_t count,
+FCCL_ALWAYS_INLINE void average(const CodedRun* sources, int source_count, int own, std::size_t count,
                                 std::uint32_t block, int divisor, float* remainder, char* codes,
                                 void* scales) {
   alignas(64) float means[kLargestBlock];
@@ -168,20 +168,34 @@ FCCL_ALWAYS_INLINE void average(const CodedRun* sources, int source_count, std::
   const Floats divide_by = Floats{} + (kExact ? 1 / ranks : ranks);
   for_each_block(count, block, [&](std::size_t index, std::size_t begin, std::size_t elements) {
     const std::size_t at = index * block * Code::kBytes;
+    bool own_speaks = false;
+    bool any_speaks = false;
     for (int s = 0; s < source_count; ++s) {
       const char* from = static_cast<const char*>(sources[s].codes) + at;
       const Floats scale = Floats{} + scale_at<Code>(sources[s].scales, index);
+      Words any{};
       for (std::size_t i = 0; i < elements; i += kLanes) {
         char* const mean = reinterpret_cast<char*>(means + i);
-        const Floats value =
-            codec::generic::decode_scaled<Code, Floats>(load_codes<Code>(from + i * Code::kBytes), scale);
+        const Words code = load_codes<Code>(from + i * Code::kBytes);
+        const Floats value = codec::generic::decode_scaled<Code, Floats>(code, scale);
         store(mean, s == 0 ? value : load<Floats>(mean) + value);
+        if constexpr (kFeedback) any |= code;
+      }
+      if constexpr (kFeedback) {
+        const bool speaks = largest_lane(any) != 0;
+        any_speaks = any_speaks || speaks;
+        own_speaks = own_speaks || (speaks && s == own);
       }
     }
+    // All ones where the remainder goes into the sum, so that nothing of it waits.
+    const Words joins = Words{} - (any_speaks && !own_speaks ? 1u : 0u);
     Words largest{};
     for (std::size_t i = 0; i < elements; i += kLanes) {
       char* const at_mean = reinterpret_cast<char*>(means + i);
-      const Floats sum = load<Floats>(at_mean);
+      Floats sum = load<Floats>(at_mean);
+      if constexpr (kFeedback) {
+        if (joins[0] != 0) sum += load_floats(remainder + begin + i, elements - i);
+      }
       const Floats mean = kExact ? sum * divide_by : sum / divide_by;
       store(at_mean, mean);
       largest = codec::generic::larger_magnitude(largest, codec::generic::finite_magnitude<Words>(mean));
@@ -197,9 +211,11 @@ FCCL_ALWAYS_INLINE void average(const CodedRun* sources, int source_count, std::
       store_codes<Code>(slot + i * Code::kBytes, code);
       if constexpr (kFeedback) {
         float* const rest = remainder + begin + i;
+        const Floats previous = load_floats(rest, elements - i);
+        const Floats waiting = __builtin_bit_cast(Floats, __builtin_bit_cast(Words, previous) & ~joins);
         store_floats(rest,
-                     codec::generic::remainder_with<Code, Words>(mean, code, back, Floats{} + ranks,
-                                                                 load_floats(rest, elements - i)),
+                     codec::generic::remainder_with<Code, Words>(mean, code, back, Floats{} + ranks, waiting,
+                                                                 previous),
                      elements - i);
       }
     }
@@ -208,19 +224,19 @@ FCCL_ALWAYS_INLINE void average(const CodedRun* sources, int source_count, std::
 }
 
 template <class Code>
-void average_blocks(const CodedRun* sources, int source_count, std::size_t count, std::uint32_t block,
-                    int divisor, float* remainder, void* codes, void* scales) {
+void average_blocks(const CodedRun* sources, int source_count, int own, std::size_t count,
+                    std::uint32_t block, int divisor, float* remainder, void* codes, void* scales) {
   char* const to = static_cast<char*>(codes);
   if (is_power_of_two(divisor)) {
     if (remainder == nullptr) {
-      average<Code, true, false>(sources, source_count, count, block, divisor, nullptr, to, scales);
+      average<Code, true, false>(sources, source_count, own, count, block, divisor, nullptr, to, scales);
     } else {
-      average<Code, true, true>(sources, source_count, count, block, divisor, remainder, to, scales);
+      average<Code, true, true>(sources, source_count, own, count, block, divisor, remainder, to, scales);
     }
   } else if (remainder == nullptr) {
-    average<Code, false, false>(sources, source_count, count, block, divisor, nullptr, to, scales);
+    average<Code, false, false>(sources, source_count, own, count, block, divisor, nullptr, to, scales);
   } else {
-    average<Code, false, true>(sources, source_count, count, block, divisor, remainder, to, scales);
+    average<Code, false, true>(sources, source_count, own, count, block, divisor, remainder, to, scales);
   }
 }
 
