@@ -58,12 +58,10 @@ void bind_block_quantize(py::module_& module) {
           [](BlockQuantize& hook, const at::Tensor& parameter) { return hook.remainders().get(parameter); },
           py::arg("parameter"))
       .def(
-          "set_remainder",
-          [](BlockQuantize& hook, const at::Tensor& parameter, const at::Tensor& remainder) {
-            hook.remainders().set(parameter, remainder);
-          },
-          py::arg("parameter"), py::arg("remainder"))
-      .def("clear_remainders", [](BlockQuantize& hook) { hook.remainders().clear(); });
+          "replace_remainders",
+          [](BlockQuantize& hook, const std::vector<at::Tensor>& parameters,
+             const std::vector<at::Tensor>& values) { hook.remainders().replace(parameters, values); },
+          py::arg("parameters"), py::arg("values"));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "c10d/coded_exchange.h"
 
 #include <cstring>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -61,24 +62,24 @@ struct OverCarrier {
   }
 };
 
-FuturePtr over_fccl(FcclBackend& backend, const ExchangeContext& context, CodedBucket bucket,
-                    std::shared_ptr<WireMemoryPool> pool) {
+FuturePtr over_fccl(FcclBackend& backend, const ExchangeContext& context, const at::Tensor& buffer,
+                    PrepareBucket prepare, std::shared_ptr<WireMemoryPool> pool) {
   const bool shared = backend.engine() == "shared-memory" && backend.why_no_zero_copy().empty();
   const bool counts = context.divides_by_active_ranks();
-  const at::Tensor buffer = bucket.buffer;
   const auto work = backend.exchange_bucket(
-      buffer, [bucket = std::move(bucket), pool = std::move(pool), shared, counts,
+      buffer, [buffer, prepare = std::move(prepare), pool = std::move(pool), shared, counts,
                has_data = std::int64_t{context.has_data()}](Carrier& carrier, const Deadline& deadline) {
         const at::NoGradGuard no_grad;
-        // What needs memory comes before the gate: a call that fails there is one that was not made.
+        // What needs memory comes before the gate: a call that fails there is one that this rank rejects.
+        const CodedBucket bucket = prepare();
         WireMemory wire = pool->take(bucket.coder.wire_bytes(), shared);
-        const at::Tensor values = values_of(bucket.buffer);
+        const at::Tensor values = values_of(buffer);
         carrier.gate(bucket.call, deadline);
         std::int64_t ranks = carrier.size();
         if (counts) carrier.all_reduce(&has_data, &ranks, 1, DType::kInt64, ReduceOp::kSum, deadline);
         exchange_codes(bucket, wire, values, carrier.rank(), checked_divisor(ranks, carrier.size()),
                        OverCarrier{carrier, deadline});
-        put_values(values, bucket.buffer);
+        put_values(values, buffer);
         pool->give_back(std::move(wire));
       });
   return work->getFuture();
@@ -112,8 +113,14 @@ struct OverGroup {
   static void wait(const c10::intrusive_ptr<::c10d::Work>& work) {
     TORCH_CHECK(work, "the process group's backend returned no Work, which a compressing hook needs");
     work->wait();
-    // Not every kind of Work raises what it ended with.
-    if (const auto future = work->getFuture()) future->waitAndThrow();
+    // Not every kind of Work raises what it ended with, nor has a Future: c10d's base class throws.
+    FuturePtr future;
+    try {
+      future = work->getFuture();
+    } catch (const c10::Error&) {
+      return;
+    }
+    if (future) future->waitAndThrow();
   }
 };
 
@@ -145,20 +152,42 @@ std::int64_t compare(OverGroup& over, const Announcement& own, int rank, int siz
   return with_data;
 }
 
-FuturePtr over_group(const ExchangeContext& context, const CodedBucket& bucket, WireMemoryPool& pool) {
+// What went wrong on this rank, while it is handled.
+std::string current_error() {
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+FuturePtr over_group(const ExchangeContext& context, const at::Tensor& buffer, const PrepareBucket& prepare,
+                     WireMemoryPool& pool) {
   ProcessGroup& group = *context.group;
   const int rank = group.getRank();
   const int size = group.getSize();
   OverGroup over{group};
-  WireMemory wire = pool.take(bucket.coder.wire_bytes(), false);
-  const at::Tensor values = values_of(bucket.buffer);
-  const std::int64_t with_data = compare(over, {bucket.call, context.has_data()}, rank, size);
+  std::optional<CodedBucket> bucket;
+  WireMemory wire;
+  at::Tensor values;
+  try {
+    bucket = prepare();
+    wire = pool.take(bucket->coder.wire_bytes(), false);
+    values = values_of(buffer);
+  } catch (...) {
+    // Which tells the peers, and raises on all ranks.
+    compare(over, {Description::rejected("failed on this rank: " + current_error()), 0}, rank, size);
+    throw;
+  }
+  const std::int64_t with_data = compare(over, {bucket->call, context.has_data()}, rank, size);
   const std::int64_t ranks = context.divides_by_active_ranks() ? with_data : size;
-  exchange_codes(bucket, wire, values, rank, checked_divisor(ranks, size), over);
-  put_values(values, bucket.buffer);
+  exchange_codes(*bucket, wire, values, rank, checked_divisor(ranks, size), over);
+  put_values(values, buffer);
   pool.give_back(std::move(wire));
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
-  future->markCompleted(bucket.buffer);
+  future->markCompleted(buffer);
   return future;
 }
 
@@ -190,12 +219,12 @@ void WireMemoryPool::give_back(WireMemory memory) {
   free_.push_back(std::move(memory));
 }
 
-FuturePtr exchange_coded(const ExchangeContext& context, CodedBucket bucket,
+FuturePtr exchange_coded(const ExchangeContext& context, const at::Tensor& buffer, PrepareBucket prepare,
                          const std::shared_ptr<WireMemoryPool>& pool) {
   const auto backend = cpu_backend(context.group);
   if (auto* fccl = dynamic_cast<FcclBackend*>(backend.get()))
-    return over_fccl(*fccl, context, std::move(bucket), pool);
-  return over_group(context, bucket, *pool);
+    return over_fccl(*fccl, context, buffer, std::move(prepare), pool);
+  return over_group(context, buffer, prepare, *pool);
 }
 
 }  // namespace fccl::hooks

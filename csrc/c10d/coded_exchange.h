@@ -6,6 +6,7 @@
 // once for the way back: the same bits on every rank, over every backend.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -34,18 +35,23 @@ class WireMemoryPool {
 };
 
 struct CodedBucket {
-  at::Tensor buffer;  // dense, on CPU; the mean goes there
   cpu::BucketCoder coder;
   Description call;  // how it is coded, for the peers to compare
   // What the coder's remainders lie in.
   std::vector<at::Tensor> keeps;
 };
 
-// Over fccl it is asynchronous: all steps are one call of the group, in its order. Over other backends it is
-// done when this returns; their collectives must be issued from one thread in one order on all ranks, and
-// the second one depends on the first. The Future has the buffer. On an error the buffer holds gradients:
-// this rank's or, in part, the mean.
-FuturePtr exchange_coded(const ExchangeContext& context, CodedBucket bucket,
+// Makes ready what an exchange needs of this rank. It may fail, for want of memory, and is then called where
+// the peers can be told: a rank that skipped its call in silence would have its next bucket paired with this
+// one of its peers.
+using PrepareBucket = std::function<CodedBucket()>;
+
+// `buffer`: dense, on CPU; the mean goes there. Over fccl it is asynchronous: all steps are one call of the
+// group, in its order, `prepare` among them. Over other backends it is done when this returns; their
+// collectives must be issued from one thread in one order on all ranks, and the second one depends on the
+// first. The Future has the buffer. On an error the buffer holds gradients: this rank's or, in part, the
+// mean.
+FuturePtr exchange_coded(const ExchangeContext& context, const at::Tensor& buffer, PrepareBucket prepare,
                          const std::shared_ptr<WireMemoryPool>& pool);
 
 }  // namespace fccl::hooks

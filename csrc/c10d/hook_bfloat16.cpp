@@ -95,8 +95,9 @@ FuturePtr bf16_mean(const ExchangeContext& context, const at::Tensor& buffer) {
 
 }  // namespace
 
-bool reduces_bfloat16_exactly(const ProcessGroupPtr& group) {
-  const auto backend = cpu_backend(group);
+bool reduces_bfloat16_exactly(const ExchangeContext& context) {
+  if (context.divides_by_active_ranks()) return false;  // a sum, divided after it was rounded
+  const auto backend = cpu_backend(context.group);
   const auto* fccl = dynamic_cast<const c10d_backend::FcclBackend*>(backend.get());
   return fccl != nullptr && fccl->engine() == "shared-memory";
 }

@@ -43,12 +43,24 @@ std::vector<cpu::BucketRange> ranges_of(const GradBucket& bucket) {
   }
   TORCH_CHECK(elements == static_cast<std::uint64_t>(buffer.numel()), "the bucket has ", buffer.numel(),
               " elements and its gradients have ", elements);
+  const std::size_t parameters = bucket.getParameters().size();
+  TORCH_CHECK(parameters == ranges.size(), "the bucket has ", parameters, " parameters and ", ranges.size(),
+              " gradients");
   return ranges;
 }
 
-Description describe(const at::Tensor& buffer, const std::vector<cpu::BucketRange>& ranges,
-                     BlockFormat format, std::uint32_t block, const std::string& more = {}) {
-  std::vector<std::uint64_t> coded = {static_cast<std::uint64_t>(format), block};
+// How a bucket travels: what all ranks must agree on.
+struct Coding {
+  BlockFormat format;
+  std::uint32_t block;
+  std::string more;  // for people: "block=256, error_feedback"
+  bool divides_by_active_ranks = false;
+};
+
+Description describe(const Coding& coding, const at::Tensor& buffer, std::size_t index,
+                     const std::vector<cpu::BucketRange>& ranges) {
+  std::vector<std::uint64_t> coded = {static_cast<std::uint64_t>(coding.format), coding.block, index,
+                                      coding.divides_by_active_ranks ? 1u : 0u};
   std::size_t exempt = 0;
   for (const cpu::BucketRange& range : ranges) {
     const bool feedback = range.remainder != nullptr;
@@ -59,10 +71,11 @@ Description describe(const at::Tensor& buffer, const std::vector<cpu::BucketRang
       Description::of(Collective::kCompressedAllReduce, c10d_backend::dtype_of(buffer.scalar_type()),
                       static_cast<std::uint64_t>(buffer.numel()), -1, ReduceOp::kAvg);
   call.output_count = cpu::fingerprint(coded);
-  call.set_note(std::string(name_of(format)) + more +
-                (exempt == 0 ? std::string()
-                             : ", " + std::to_string(exempt) + " of " + std::to_string(ranges.size()) +
-                                   " parameters exempt"));
+  std::string note = name_of(coding.format) + coding.more + ", bucket " + std::to_string(index);
+  if (exempt != 0)
+    note += ", " + std::to_string(exempt) + " of " + std::to_string(ranges.size()) + " parameters exempt";
+  if (coding.divides_by_active_ranks) note += ", divided by the ranks that have data";
+  call.set_note(note);
   return call;
 }
 
@@ -71,30 +84,36 @@ void check_on_cpu(const char* hook, const at::Tensor& buffer) {
                               buffer.device(), "; use fccl.hooks.AllReduce() or fccl.hooks.BF16Compress()");
 }
 
-FuturePtr exchange_ranges(const ExchangeContext& context, const at::Tensor& buffer, BlockFormat format,
-                          std::uint32_t block, std::vector<cpu::BucketRange> ranges,
-                          std::vector<at::Tensor> keeps, const std::string& more,
-                          const std::shared_ptr<WireMemoryPool>& pool) {
-  const Description call = describe(buffer, ranges, format, block, more);
-  cpu::BucketCoder coder(format, block, context.group->getSize(), std::move(ranges));
-  return exchange_coded(context, {buffer, std::move(coder), call, std::move(keeps)}, pool);
+// `keeps`: what the ranges' remainders lie in.
+CodedBucket coded_bucket(const Coding& coding, const at::Tensor& buffer, std::size_t index, int world_size,
+                         std::vector<cpu::BucketRange> ranges, std::vector<at::Tensor> keeps = {}) {
+  const Description call = describe(coding, buffer, index, ranges);
+  return {cpu::BucketCoder(coding.format, coding.block, world_size, std::move(ranges)), call,
+          std::move(keeps)};
 }
 
 }  // namespace
 
 FuturePtr BF16Compress::exchange(const ExchangeContext& context, GradBucket& bucket) {
   const at::Tensor& buffer = bucket.getBuffer();
-  if (!buffer.is_cpu() || reduces_bfloat16_exactly(context.group)) return bfloat16_mean(context, buffer);
-  cpu::BucketRange whole;
-  whole.length = static_cast<std::uint64_t>(buffer.numel());
-  return exchange_ranges(context, buffer, BlockFormat::kBFloat16, kBFloat16Block, {whole}, {}, "", pool_);
+  if (!buffer.is_cpu() || reduces_bfloat16_exactly(context)) return bfloat16_mean(context, buffer);
+  const Coding coding{BlockFormat::kBFloat16, kBFloat16Block, "", context.divides_by_active_ranks()};
+  const auto prepare = [coding, buffer, index = bucket.getIndex(), world_size = context.group->getSize()] {
+    cpu::BucketRange whole;
+    whole.length = static_cast<std::uint64_t>(buffer.numel());
+    return coded_bucket(coding, buffer, index, world_size, {whole});
+  };
+  return exchange_coded(context, buffer, prepare, pool_);
 }
 
 FuturePtr FP16Compress::exchange(const ExchangeContext& context, GradBucket& bucket) {
   const at::Tensor& buffer = bucket.getBuffer();
   check_on_cpu(name(), buffer);
-  return exchange_ranges(context, buffer, BlockFormat::kFloat16, kFloat16Block, ranges_of(bucket), {}, "",
-                         pool_);
+  const Coding coding{BlockFormat::kFloat16, kFloat16Block, "", context.divides_by_active_ranks()};
+  const auto prepare = [coding, bucket, world_size = context.group->getSize()] {
+    return coded_bucket(coding, bucket.getBuffer(), bucket.getIndex(), world_size, ranges_of(bucket));
+  };
+  return exchange_coded(context, buffer, prepare, pool_);
 }
 
 bool BlockQuantize::is_exempt(const at::Tensor& parameter) const {
@@ -111,21 +130,27 @@ void BlockQuantize::set_exempt(const std::vector<at::Tensor>& parameters) {
 FuturePtr BlockQuantize::exchange(const ExchangeContext& context, GradBucket& bucket) {
   const at::Tensor& buffer = bucket.getBuffer();
   check_on_cpu(name(), buffer);
-  std::vector<cpu::BucketRange> ranges = ranges_of(bucket);
-  const std::vector<at::Tensor> parameters = bucket.getParameters();
-  TORCH_CHECK(parameters.size() == ranges.size(), "the bucket has ", parameters.size(), " parameters and ",
-              ranges.size(), " gradients");
-  std::vector<at::Tensor> keeps;
-  for (std::size_t i = 0; i < ranges.size(); ++i) {
-    ranges[i].exempt = is_exempt(parameters[i]);
-    if (ranges[i].exempt || !config_.error_feedback) continue;
-    keeps.push_back(remainders_.of(parameters[i]));
-    ranges[i].remainder = keeps.back().mutable_data_ptr<float>();
-  }
   const std::string more =
       ", block=" + std::to_string(config_.block) + (config_.error_feedback ? ", error_feedback" : "");
-  return exchange_ranges(context, buffer, config_.format, config_.block, std::move(ranges), std::move(keeps),
-                         more, pool_);
+  const Coding coding{config_.format, config_.block, more, context.divides_by_active_ranks()};
+  std::vector<bool> exempt;
+  for (const at::Tensor& parameter : bucket.getParameters()) exempt.push_back(is_exempt(parameter));
+  const std::shared_ptr<Remainders> remainders = config_.error_feedback ? remainders_ : nullptr;
+  const auto prepare = [coding, bucket, exempt = std::move(exempt), remainders,
+                        world_size = context.group->getSize()] {
+    std::vector<cpu::BucketRange> ranges = ranges_of(bucket);
+    const std::vector<at::Tensor> parameters = bucket.getParameters();
+    std::vector<at::Tensor> keeps;
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      ranges[i].exempt = exempt[i];
+      if (exempt[i] || remainders == nullptr) continue;
+      keeps.push_back(remainders->of(parameters[i]));
+      ranges[i].remainder = keeps.back().mutable_data_ptr<float>();
+    }
+    return coded_bucket(coding, bucket.getBuffer(), bucket.getIndex(), world_size, std::move(ranges),
+                        std::move(keeps));
+  };
+  return exchange_coded(context, buffer, prepare, pool_);
 }
 
 }  // namespace fccl::hooks

@@ -18,7 +18,8 @@ namespace fccl::hooks {
 //
 // Where ranks share memory, the bucket is narrowed inside its own memory, averaged by one all_reduce of the
 // engine, and widened there: nothing is allocated, so no time goes into page faults, and a bucket in shared
-// memory stays in it. Elsewhere it goes through exchange_coded().
+// memory stays in it. Elsewhere, and where the mean is over the ranks that have data, it goes through
+// exchange_coded(). The bits are the same.
 class BF16Compress final : public GradientHook {
  public:
   const char* name() const noexcept override { return "fccl.hooks.BF16Compress"; }
@@ -62,7 +63,7 @@ class BlockQuantize final : public GradientHook {
 
   // Instead of the rule on dimensions: these are, no others. Before the first bucket.
   void set_exempt(const std::vector<at::Tensor>& parameters);
-  Remainders& remainders() noexcept { return remainders_; }
+  Remainders& remainders() noexcept { return *remainders_; }
 
  protected:
   bool compresses(at::ScalarType type) const override {
@@ -76,7 +77,8 @@ class BlockQuantize final : public GradientHook {
   const Config config_;
   bool exempt_by_name_ = false;
   std::unordered_set<const c10::TensorImpl*> exempt_;
-  Remainders remainders_;
+  // Shared with exchanges under way.
+  const std::shared_ptr<Remainders> remainders_ = std::make_shared<Remainders>();
   const std::shared_ptr<WireMemoryPool> pool_ = std::make_shared<WireMemoryPool>();
 };
 

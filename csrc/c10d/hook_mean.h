@@ -54,10 +54,11 @@ FuturePtr exact_mean(const ExchangeContext& context, const at::Tensor& buffer);
 // What carries the group's CPU tensors; null if nothing does, or a group in Python.
 c10::intrusive_ptr<::c10d::Backend> cpu_backend(const ProcessGroupPtr& group);
 
-// The mean of a float32 or float64 bucket by one all_reduce of bfloat16 (hook_bfloat16.cpp), and whether the
-// group's engine adds such numbers in float32 when they are on CPU.
+// The mean of a float32 or float64 bucket by one all_reduce of bfloat16 (hook_bfloat16.cpp), and whether that
+// rounds the mean once only, when it is on CPU: the engine adds in float32, and divides there by the world
+// size.
 FuturePtr bfloat16_mean(const ExchangeContext& context, const at::Tensor& buffer);
-bool reduces_bfloat16_exactly(const ProcessGroupPtr& group);
+bool reduces_bfloat16_exactly(const ExchangeContext& context);
 
 class AllReduce final : public GradientHook {
  public:

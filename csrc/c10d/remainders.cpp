@@ -21,10 +21,15 @@ bool lies_like_gradient(const at::Tensor& remainder, const at::Tensor& parameter
 
 }  // namespace
 
+Remainders::Entry Remainders::entry_of(const at::Tensor& parameter) {
+  return {c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()),
+          zeros_like_gradient(parameter)};
+}
+
 at::Tensor Remainders::of(const at::Tensor& parameter) {
   const std::lock_guard lock(mutex_);
-  const auto key = parameter.getIntrusivePtr();
-  const auto found = entries_.find(key.get());
+  const auto* key = parameter.unsafeGetTensorImpl();
+  const auto found = entries_.find(key);
   if (found != entries_.end() && !found->second.parameter.expired()) {
     at::Tensor& remainder = found->second.remainder;
     if (!lies_like_gradient(remainder, parameter))  // the parameter was moved, or laid out anew
@@ -32,8 +37,7 @@ at::Tensor Remainders::of(const at::Tensor& parameter) {
     return remainder;
   }
   std::erase_if(entries_, [](const auto& item) { return item.second.parameter.expired(); });
-  Entry entry{c10::weak_intrusive_ptr<c10::TensorImpl>(key), zeros_like_gradient(parameter)};
-  return entries_.insert_or_assign(key.get(), std::move(entry)).first->second.remainder;
+  return entries_.insert_or_assign(key, entry_of(parameter)).first->second.remainder;
 }
 
 std::optional<at::Tensor> Remainders::get(const at::Tensor& parameter) const {
@@ -43,14 +47,18 @@ std::optional<at::Tensor> Remainders::get(const at::Tensor& parameter) const {
   return found->second.remainder.clone();
 }
 
-void Remainders::set(const at::Tensor& parameter, const at::Tensor& remainder) {
+void Remainders::replace(const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& values) {
+  TORCH_CHECK(parameters.size() == values.size(), parameters.size(), " parameters and ", values.size(),
+              " remainders");
   const at::NoGradGuard no_grad;
-  of(parameter).copy_(remainder);
-}
-
-void Remainders::clear() {
+  Entries entries;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    Entry entry = entry_of(parameters[i]);
+    entry.remainder.copy_(values[i]);
+    entries.insert_or_assign(parameters[i].unsafeGetTensorImpl(), std::move(entry));
+  }
   const std::lock_guard lock(mutex_);
-  entries_.clear();
+  entries_.swap(entries);
 }
 
 }  // namespace fccl::hooks

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <vector>
 
 #include <ATen/ATen.h>
 
@@ -20,9 +21,9 @@ class Remainders {
 
   // A copy, or nothing if the parameter has none yet.
   std::optional<at::Tensor> get(const at::Tensor& parameter) const;
-  // Any dtype and strides; of the parameter's sizes.
-  void set(const at::Tensor& parameter, const at::Tensor& remainder);
-  void clear();
+  // Takes copies of these, instead of all there are: of all of them, or of none if one cannot be had.
+  // `values`: one per parameter, of its sizes; any dtype, device and strides.
+  void replace(const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& values);
 
  private:
   struct Entry {
@@ -30,8 +31,11 @@ class Remainders {
     at::Tensor remainder;
   };
 
+  using Entries = std::unordered_map<const c10::TensorImpl*, Entry>;
+  static Entry entry_of(const at::Tensor& parameter);
+
   mutable std::mutex mutex_;
-  std::unordered_map<const c10::TensorImpl*, Entry> entries_;
+  Entries entries_;
 };
 
 }  // namespace fccl::hooks

@@ -4,8 +4,9 @@
 //   code[i] = encode(x[i] * inverse)          x'[i] = decode(code[i]) * scale
 //
 // `scale` and `inverse` follow from the largest finite magnitude of the block alone (scale_of). An
-// element that is not finite has a code of its own: it comes out as NaN (as itself from float16,
-// bfloat16 and e5m2) wherever it is decoded, and its neighbours keep their values.
+// element that is not finite has a code of its own: it comes out as NaN (as itself from bfloat16, and from
+// float16 and e5m2 if its block has other elements than zeros) wherever it is decoded, and its neighbours
+// keep their values.
 //
 // With error feedback what is sent is gradient + remainder, and remainder_of() what was lost of it. Such a
 // block whose gradients are all zero (an unused parameter, a rank that is out of data) is sent as zeros, its

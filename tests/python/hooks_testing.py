@@ -143,3 +143,33 @@ class SparseNet(nn.Module):
 
     def forward(self, rows, weight):
         return (self.embedding(rows) * weight).sum() + self.linear(self.embedding(rows)).sum()
+
+
+# ---- of the hooks that send codes ----
+
+FORMATS = ["int8", "fp8_e4m3", "fp8_e5m2"]
+formats = pytest.mark.parametrize("format", FORMATS)
+
+
+def random_gradient(rank, step, count):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    gradient = torch.randn(count, generator=generator)
+    gradient[count // 2 :] *= 1e-6  # other blocks, another scale
+    gradient[7] = 0
+    return gradient
+
+
+def fp16_hook(block, error_feedback):
+    return hooks.FP16Compress()
+
+
+def int8_hook(block, error_feedback):
+    return hooks.BlockQuantize("int8", block, error_feedback, exempt=None)
+
+
+def e4m3_hook(block, error_feedback):
+    return hooks.BlockQuantize("fp8_e4m3", block, error_feedback, exempt=None)
+
+
+def e5m2_hook(block, error_feedback):
+    return hooks.BlockQuantize("fp8_e5m2", block, error_feedback, exempt=None)

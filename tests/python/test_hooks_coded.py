@@ -1,4 +1,4 @@
-"""FP16Compress and BlockQuantize: their numbers to the bit, and what BlockQuantize keeps from step to step."""
+"""FP16Compress and BlockQuantize: their numbers to the bit, and misuse. Their state: test_hooks_feedback.py."""
 
 import copy
 import os
@@ -8,16 +8,25 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fccl
 from fccl import hooks
 from fccl_testing import run_ranks
-from hooks_testing import Net, Steered, backends, batch, same_on_all_ranks, steered_gradients
-
-FORMATS = ["int8", "fp8_e4m3", "fp8_e5m2"]
-formats = pytest.mark.parametrize("format", FORMATS)
+from hooks_testing import (
+    Net,
+    Steered,
+    backends,
+    batch,
+    e4m3_hook,
+    e5m2_hook,
+    formats,
+    fp16_hook,
+    int8_hook,
+    random_gradient,
+    same_on_all_ranks,
+    steered_gradients,
+)
 
 # ---- the numbers, once more in torch's own operations ----
 
@@ -46,11 +55,14 @@ def coded(values, format, block):
     return result
 
 
-def random_gradient(rank, step, count):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    gradient = torch.randn(count, generator=generator)
-    gradient[count // 2 :] *= 1e-6  # other blocks, another scale
-    gradient[7] = 0
+def gradient_with_gaps(rank, step, count, block):
+    """One rank alone has nothing to say of a block, all but one have nothing, and all."""
+    gradient = random_gradient(rank, step, count)
+    for index, begin in enumerate(range(0, count, block)):
+        if step > 0 and (
+            (step % 2 == 1 and index == rank) or (step == 2 and index != rank) or (step == 4 and index == 0)
+        ):
+            gradient[begin : begin + block] = 0
     return gradient
 
 
@@ -61,40 +73,39 @@ def equals_model(rank, world_size, make_hook, format, block, error_feedback):
     remainders = [torch.zeros(count) for _ in range(world_size)]
     blocks = -(-count // block)
     shard = -(-blocks // world_size) * block
-    for step in range(4):
+    for step in range(6):
+        gradients = [gradient_with_gaps(r, step, count, block) for r in range(world_size)]
         ddp.zero_grad()
-        ddp(random_gradient(rank, step, count)).sum().backward()
+        ddp(gradients[rank]).sum().backward()
         # All ranks' part of it, on each rank.
         sent = []
         for r in range(world_size):
-            value = random_gradient(r, step, count) + (remainders[r] if error_feedback else 0)
+            speaks = of_whole_blocks(gradients[r] != 0, block)
+            value = gradients[r] + (remainders[r] * speaks if error_feedback else 0)
             sent.append(coded(value, format, block))
-            remainders[r] = value - sent[r]
+            remainders[r] = torch.where(speaks, value - sent[r], remainders[r])
         total = sent[0]
         for other in sent[1:]:
             total = total + other
+        anybody = of_whole_blocks(torch.stack(sent).ne(0).any(0), block)
+        joins = torch.zeros(count, dtype=torch.bool)  # where the shard's owner is silent and others are not
+        for r in range(world_size):
+            own = slice(r * shard, (r + 1) * shard)
+            joins[own] = (anybody & ~of_whole_blocks(sent[r] != 0, block))[own]
+            if error_feedback:
+                total[own] += remainders[r][own] * joins[own]
         mean = total / world_size
         result = coded(mean, format, block)
         for r in range(world_size):
             own = slice(r * shard, (r + 1) * shard)
-            remainders[r][own] += world_size * (mean - result)[own]
+            waiting = torch.where(joins, 0, remainders[r])
+            remainders[r][own] = (waiting + world_size * (mean - result))[own]
         assert torch.equal(ddp.module.parameters_[0].grad, result), step
 
 
-def fp16_hook(block, error_feedback):
-    return hooks.FP16Compress()
-
-
-def int8_hook(block, error_feedback):
-    return hooks.BlockQuantize("int8", block, error_feedback, exempt=None)
-
-
-def e4m3_hook(block, error_feedback):
-    return hooks.BlockQuantize("fp8_e4m3", block, error_feedback, exempt=None)
-
-
-def e5m2_hook(block, error_feedback):
-    return hooks.BlockQuantize("fp8_e5m2", block, error_feedback, exempt=None)
+def of_whole_blocks(any_of, block):
+    """Whether it is true of any element of an element's block."""
+    return torch.cat([part.any().expand(part.numel()) for part in any_of.split(block)])
 
 
 @backends
@@ -187,227 +198,6 @@ def test_exempt_parameters_travel_exactly(rank_pool, backend):
     rank_pool(2, backend).run(exemption)
 
 
-# ---- error feedback ----
-
-
-def accumulated(rank, world_size, format, error_feedback):
-    # One large element hides the others from the code, in one step.
-    wanted = torch.full((1000,), 1e-3 * (1 + rank))
-    wanted[::100] = 1000.0
-    ddp = DistributedDataParallel(Steered(torch.zeros(1000)))
-    hooks.register(ddp, hooks.BlockQuantize(format, error_feedback=error_feedback, exempt=None))
-    total = torch.zeros(1000, dtype=torch.float64)
-    for _ in range(40):
-        ddp.zero_grad()
-        ddp(wanted).sum().backward()
-        total += ddp.module.parameters_[0].grad
-    small = torch.ones(1000, dtype=torch.bool)
-    small[::100] = False
-    return (total[small] / 40).mean().item()
-
-
-@backends
-def test_error_feedback_loses_nothing_for_good(rank_pool, backend):
-    exact = 1e-3 * 1.5
-    for with_it in rank_pool(2, backend).run(accumulated, "fp8_e4m3", True):
-        assert abs(with_it - exact) < 0.1 * exact
-    for without in rank_pool(2, backend).run(accumulated, "int8", False):
-        assert without == 0.0
-
-
-def conserved(rank, world_size, mode):
-    """What all ranks had to say is what came out and what is still kept, though buckets are cut anew."""
-    torch.manual_seed(4)
-    options = {"find_unused_parameters": True} if mode == "find_unused" else {}
-    net = Net()
-    net.second.weight.data = net.second.weight.data.t().contiguous().t()  # another order in memory
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.05, **options)
-    local = copy.deepcopy(net)
-    hook = hooks.BlockQuantize("fp8_e5m2")
-    hooks.register(ddp, hook)
-    said = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in net.named_parameters()}
-    wanted = copy.deepcopy(said)
-    for step in range(5):
-        # Not used at all in step 1, by rank 0 alone in step 2.
-        use_extra = mode != "find_unused" or not (step == 1 or (step == 2 and rank != 0))
-        ddp.zero_grad()
-        local.zero_grad()
-        ddp(batch(rank, step), use_extra).square().sum().backward()
-        local(batch(rank, step), use_extra).square().sum().backward()
-        for (name, p), q in zip(net.named_parameters(), local.parameters(), strict=True):
-            if p.grad is not None:
-                said[name] += p.grad.double() * world_size
-            if q.grad is not None:
-                wanted[name] += q.grad.double()
-    assert ddp._get_ddp_logging_data()["has_rebuilt_buckets"] or mode == "find_unused"
-    kept = hook.state_dict()["residuals"]
-    assert set(kept) == {name for name, p in net.named_parameters() if p.dim() > 1}
-    for name, parameter in net.named_parameters():
-        owed = wanted[name] - (kept[name].double() if name in kept else 0)
-        dist.all_reduce(owed)
-        assert (owed - said[name]).abs().max() <= 1e-5 * wanted[name].abs().max(), name
-        if name in kept:
-            assert kept[name].stride() == parameter.stride()
-            assert kept[name].abs().max() > 0, name
-
-
-@backends
-@pytest.mark.parametrize("mode", ["plain", "find_unused"])
-def test_remainders_follow_their_parameters(rank_pool, backend, mode):
-    rank_pool(2, backend).run(conserved, mode)
-
-
-def poisoned(rank, world_size, format):
-    hook = hooks.BlockQuantize(format, exempt=None)
-    clean_hook = hooks.BlockQuantize(format, exempt=None)
-    models = [DistributedDataParallel(Steered(torch.zeros(700))) for _ in range(2)]
-    for ddp, each in zip(models, (hook, clean_hook), strict=True):
-        hooks.register(ddp, each)
-    for step in range(3):
-        for ddp in models:
-            wanted = random_gradient(rank, step, 700)
-            if ddp is models[0] and step == 1 and rank == 1:
-                wanted[[3, 300, 600]] = torch.tensor([float("inf"), float("nan"), float("-inf")])
-            ddp.zero_grad()
-            ddp(wanted).sum().backward()
-        poisoned_gradient, clean = (ddp.module.parameters_[0].grad for ddp in models)
-        if step == 1:
-            assert not poisoned_gradient[[3, 300, 600]].isfinite().any()
-            assert poisoned_gradient.isfinite().sum() == 697
-    assert poisoned_gradient.isfinite().all()
-    assert hook.state_dict()["residuals"]["parameters_.0"].isfinite().all()
-    # The one element whose remainder stayed apart, the others are as if nothing had been.
-    assert (poisoned_gradient != clean).sum() <= 700
-    assert (poisoned_gradient - clean).abs().max() <= 0.5 * clean.abs().max()
-
-
-@backends
-@formats
-def test_what_is_not_finite_stays_out_of_the_state(rank_pool, backend, format):
-    rank_pool(2, backend).run(poisoned, format)
-
-
-def scaler_overflow(rank, world_size, make_hook):
-    torch.manual_seed(6)
-    ddp = DistributedDataParallel(nn.Linear(300, 4))
-    hooks.register(ddp, make_hook(256, True))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    start = ddp.module.weight.detach().clone()
-    for step in range(4):
-        before = ddp.module.weight.detach().clone()
-        optimizer.zero_grad()
-        x = torch.randn(2, 300, generator=torch.Generator().manual_seed(step * 10 + rank))
-        if step == 1 and rank == 1:
-            x[0, 5] = float("inf")
-        scaler.scale(ddp(x).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(ddp.module.weight, before) == (step == 1)  # skipped, on every rank
-    assert scaler.get_scale() == 2.0**9
-    assert ddp.module.weight.isfinite().all()
-    assert not torch.equal(start, ddp.module.weight)
-    assert same_on_all_ranks([ddp.module.weight])
-
-
-@backends
-@pytest.mark.parametrize("make_hook", [fp16_hook, int8_hook, e5m2_hook])
-def test_grad_scaler_skips_an_overflow_on_every_rank(rank_pool, backend, make_hook):
-    rank_pool(2, backend).run(scaler_overflow, make_hook)
-
-
-# ---- state_dict ----
-
-
-def resumed(rank, world_size, format):
-    def train(net, hook, steps, state=None):
-        ddp = DistributedDataParallel(net)
-        hooks.register(ddp, hook)
-        if state is not None:
-            hook.load_state_dict(state)
-        gradients = []
-        for step in steps:
-            ddp.zero_grad()
-            ddp(batch(rank, step)).square().sum().backward()
-            gradients.append([p.grad.clone() for p in ddp.parameters()])
-        return gradients
-
-    torch.manual_seed(7)
-    net = Net()
-    whole = train(copy.deepcopy(net), hooks.BlockQuantize(format), range(6))
-    first = hooks.BlockQuantize(format)
-    trained = copy.deepcopy(net)
-    train(trained, first, range(3))  # the DDP around it is gone when the state is asked for
-    path = f"/tmp/fccl-test-{os.getpid()}.pt"
-    try:
-        torch.save(first.state_dict(), path)
-        state = torch.load(path, weights_only=True)
-    finally:
-        os.unlink(path)
-    assert state["version"] == 1
-    rest = train(copy.deepcopy(net), hooks.BlockQuantize(format), range(3, 6), state)
-    # The buckets of a new model are cut as the old one's were in its first steps, and then anew: who keeps what
-    # the mean lost may differ, so the sums agree, not the bits.
-    for ours, theirs in zip(rest, whole[3:], strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert (a - b).abs().max() <= 0.3 * b.abs().max()
-    assert all(torch.equal(a, b) for a, b in zip(rest[0], whole[3], strict=True))
-    forgetful = train(copy.deepcopy(net), hooks.BlockQuantize(format), range(3, 6))
-    assert not all(torch.equal(a, b) for a, b in zip(forgetful[0], whole[3], strict=True))
-
-
-@backends
-@formats
-def test_training_goes_on_from_a_state_dict(rank_pool, backend, format):
-    rank_pool(2, backend).run(resumed, format)
-
-
-def state_errors(rank, world_size):
-    hook = hooks.BlockQuantize()
-    with pytest.raises(RuntimeError, match=r"state_dict: the hook is registered with no model"):
-        hook.state_dict()
-    ddp = DistributedDataParallel(nn.Linear(3, 2))
-    hooks.register(ddp, hook)
-    assert hook.state_dict() == {"version": 1, "residuals": {}}
-    ddp(torch.randn(2, 3)).sum().backward()
-    state = hook.state_dict()
-    assert list(state["residuals"]) == ["weight"]
-    assert hook.state_dict(ddp.module)["residuals"].keys() == state["residuals"].keys()
-    for bad, message in [
-        ({}, "of version 1"),
-        ({"version": 2, "residuals": {}}, "of version 1"),
-        (
-            {"version": 1, "residuals": {"weight": torch.ones(2, 3), "other": torch.ones(1)}},
-            "no parameter 'other'",
-        ),
-        ({"version": 1, "residuals": {"weight": torch.ones(3)}}, r"shape \(3,\) and the parameter \(2, 3\)"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            hook.load_state_dict(bad)
-    assert torch.equal(
-        hook.state_dict()["residuals"]["weight"], state["residuals"]["weight"]
-    )  # nothing half done
-    hook.load_state_dict({"version": 1, "residuals": {}})
-    assert hook.state_dict()["residuals"] == {}
-    hook.load_state_dict({"version": 1, "residuals": {"weight": torch.ones(2, 3, dtype=torch.float64)}})
-    assert torch.equal(hook.state_dict()["residuals"]["weight"], torch.ones(2, 3))
-
-    stateless = hooks.BlockQuantize(error_feedback=False)
-    with pytest.raises(RuntimeError, match="keeps no residuals"):
-        stateless.load_state_dict(state, ddp)
-
-    other = DistributedDataParallel(nn.Linear(3, 2))
-    with pytest.raises(RuntimeError, match="serves another model"):
-        hooks.register(other, hook)
-    again = DistributedDataParallel(ddp.module)
-    hooks.register(again, hook)  # the same model, wrapped anew
-    assert list(hook.state_dict()["residuals"]) == ["weight"]
-
-
-def test_state_says_what_is_wrong(rank_pool):
-    rank_pool(1, "gloo").run(state_errors)
-
-
 # ---- use and misuse ----
 
 
@@ -452,14 +242,15 @@ def mismatch(rank, world_size):
         ddp(torch.ones(1000)).sum().backward()
     message = str(caught.value)
     assert "how the elements are coded differs" in message
-    assert (
-        "rank 0 called compressed_all_reduce(float32, int8, block=256, error_feedback, count=1000" in message
-    )
-    assert (
-        "rank 1 called compressed_all_reduce(float32, fp8_e5m2, block=256, error_feedback, count=1000"
-        in message
-    )
-    # Nothing was exchanged, and the group goes on.
+    for called in (
+        "rank 0 called compressed_all_reduce(float32, int8, block=256, error_feedback, bucket 0, count=1000",
+        "rank 1 called compressed_all_reduce(float32, fp8_e5m2, block=256, error_feedback, bucket 0, count=1000",
+    ):
+        assert called in message
+    group_goes_on(world_size)
+
+
+def group_goes_on(world_size):
     ones = torch.ones(3)
     dist.all_reduce(ones)
     assert (ones == world_size).all()
@@ -468,6 +259,54 @@ def mismatch(rank, world_size):
 @backends
 def test_different_hooks_on_the_ranks_are_named(rank_pool, backend):
     rank_pool(2, backend).run(mismatch)
+
+
+def fails_before_the_exchange(rank, world_size):
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
+    hook = hooks.BlockQuantize().as_python_hook()
+    fail = False
+
+    def wrapped(state, bucket):
+        if rank == 1 and bucket.index() == 1 and fail:
+            bucket.set_buffer(torch.zeros(5))  # which its gradients do not fit
+        return hook(state, bucket)
+
+    ddp.register_comm_hook(None, wrapped)
+    ddp(batch(rank, 2)).square().sum().backward()  # after which there are several buckets
+    ddp.zero_grad()
+    fail = True
+    with pytest.raises(RuntimeError) as caught:
+        ddp(batch(rank, 0)).square().sum().backward()
+    assert "invalid for input of size 5" in str(caught.value)
+    if rank == 0:
+        assert "rank 1" in str(caught.value)
+    # No bucket was paired with another: all are compared, and go on.
+    fail = False
+    ddp.zero_grad()
+    ddp(batch(rank, 1)).square().sum().backward()
+    assert same_on_all_ranks([p.grad for p in ddp.parameters()])
+    group_goes_on(world_size)
+
+
+@backends
+def test_a_failure_on_one_rank_reaches_all(rank_pool, backend):
+    rank_pool(2, backend).run(fails_before_the_exchange)
+
+
+def divides_differently(rank, world_size):
+    ddp = DistributedDataParallel(Steered(torch.zeros(1000)))
+    hooks.register(ddp, hooks.FP16Compress())
+    ddp.join_hook._state.divide_by_active_ranks = (
+        rank == 1
+    )  # as if they had asked join() for different divisors
+    with pytest.raises(RuntimeError, match="rank 1 called .*divided by the ranks that have data"):
+        ddp(torch.ones(1000)).sum().backward()
+    group_goes_on(world_size)
+
+
+@backends
+def test_different_divisors_are_named(rank_pool, backend):
+    rank_pool(2, backend).run(divides_differently)
 
 
 def counts(rank, world_size):

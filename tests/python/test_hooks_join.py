@@ -91,6 +91,25 @@ def test_join_divisor(rank_pool, backend, hook):
     }
 
 
+def bits_in_join(rank, world_size):
+    ddp = DistributedDataParallel(Steered(torch.zeros(1000)))
+    attach(ddp, "BF16Compress")
+    seen = []
+    with ddp.join(divide_by_initial_world_size=False):
+        for step in range(1 + rank):  # 3 ranks, then 2, then 1
+            ddp.zero_grad()
+            ddp(torch.randn(1000, generator=torch.Generator().manual_seed(10 * step + rank))).sum().backward()
+            seen.append(ddp.module.parameters_[0].grad.clone())
+    return seen
+
+
+def test_bf16_in_join_gives_the_same_bits_over_all_backends(rank_pool):
+    over_fccl, over_gloo = (rank_pool(3, backend).run(bits_in_join) for backend in ("fccl", "gloo"))
+    for ours, theirs in zip(over_fccl, over_gloo, strict=True):
+        assert len(ours) > 0
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @backends
 def test_join_divisor_of_the_python_form_is_the_world_size(rank_pool, backend):
     ranks = rank_pool(2, backend).run(join_divisor, "AllReduce", "python")
@@ -159,8 +178,7 @@ def as_all_reduces(counts):
 @pytest.mark.parametrize("divide", [True, False])
 def test_nothing_of_a_join_context_remains(rank_pool, hook, divide):
     """DDP itself goes on with its all_reduces of the join context when that is over, the hooks do not."""
-    coded = hook not in ("AllReduce", "BF16Compress")  # these count who has data in the exchange itself
-    name = "compressed_all_reduce" if coded else "all_reduce"
+    name = "all_reduce" if hook in ("AllReduce", "BF16Compress") else "compressed_all_reduce"
     ranks = rank_pool(2).run(collectives_around_join, hook, divide)
     plain = rank_pool(2).run(collectives_around_join, None, divide)
     for of_hook, of_ddp in zip(ranks, plain, strict=True):
@@ -170,5 +188,6 @@ def test_nothing_of_a_join_context_remains(rank_pool, hook, divide):
         assert buckets > 1
         assert first == plain_first
         assert last == plain_last
-        counts_data = 0 if divide or coded else buckets
+        # The others count who has data in the exchange itself.
+        counts_data = buckets if hook == "AllReduce" and not divide else 0
         assert within["all_reduce"] == plain_within["all_reduce"] + counts_data

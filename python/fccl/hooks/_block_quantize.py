@@ -2,6 +2,7 @@
 
 import fnmatch
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from fccl.hooks._base import GradientHook
 
 FORMATS = ("int8", "fp8_e4m3", "fp8_e5m2")
 BLOCKS = (128, 256, 512, 1024)
+AUTO_DIMENSIONS = 2  # exempt="auto": parameters with fewer
 
 Format = Literal["int8", "fp8_e4m3", "fp8_e5m2"]
 Exempt = Literal["auto"] | None | Sequence[str] | Callable[[str, nn.Parameter], bool]
@@ -42,8 +44,11 @@ class BlockQuantize(GradientHook):
     With error feedback (1-bit SGD, Seide et al., 2014; EF-SGD, Karimireddy et al., arXiv:1901.09847), what the
     codes did not say is kept in float32, beside each parameter, and added to its next gradient, so that nothing
     is lost for good. It costs four bytes per element on every rank. A parameter that gets no gradient keeps what
-    it has. Nothing that is not finite enters this memory: inf and NaN reach every rank (as inf or NaN from
-    ``fp8_e5m2``, as NaN from the others), and the step after it is as if they had not been.
+    it has; one whose gradient is not zero again (an unused parameter with ``zero_grad(set_to_none=False)`` has
+    zeros, but one with an old gradient still in ``.grad`` has that) sends it like any other. Nothing that is not
+    finite enters this memory: inf and NaN reach every rank, as inf or NaN from ``fp8_e5m2``, as NaN from the
+    others. If the step is then skipped, as a ``GradScaler`` does, what was sent with it is lost like the rest of
+    its gradients, the remainders that had gone into it included.
 
     The remainders are in units of the gradient, so of the *scaled* loss under a ``GradScaler``: after the scale
     changes, one step adds remainders of the old scale. They are each rank's own: save ``state_dict()`` on every
@@ -116,8 +121,9 @@ class BlockQuantize(GradientHook):
     def load_state_dict(self, state: dict[str, Any], model: nn.Module | None = None) -> None:
         """Takes up what ``state_dict()`` gave, instead of what the hook has. All of it, or nothing on an error.
 
-        ``format``, ``block`` and ``exempt`` may have changed in between. World size and rank should not have:
-        a remainder is what one rank still owes.
+        ``format``, ``block`` and ``exempt`` may have changed in between (a residual of a parameter that is now
+        exempt is dropped, with a warning). World size and rank should not have: a remainder is what one rank
+        still owes.
 
         Args:
             state: of this rank.
@@ -126,6 +132,7 @@ class BlockQuantize(GradientHook):
         Raises:
             RuntimeError: as ``state_dict``; or the hook was made with ``error_feedback=False``.
             ValueError: ``state`` is of another version, or names parameters or shapes that the model has not.
+            TypeError: a residual is not a tensor of floating-point numbers.
         """
         where = f"{self.name}.load_state_dict"
         if not isinstance(state, dict) or state.get("version") != 1 or "residuals" not in state:
@@ -138,15 +145,27 @@ class BlockQuantize(GradientHook):
         if unknown:
             raise ValueError(f"{where}: the model has no parameter {', '.join(map(repr, unknown))}")
         for name, residual in residuals.items():
+            if not isinstance(residual, torch.Tensor) or not residual.is_floating_point():
+                raise TypeError(
+                    f"{where}: the residual of {name!r} is a {type(residual).__name__}, expected a tensor of"
+                    " floating-point numbers"
+                )
             if residual.shape != parameters[name].shape:
                 raise ValueError(
                     f"{where}: the residual of {name!r} has the shape {tuple(residual.shape)} and the parameter"
                     f" {tuple(parameters[name].shape)}"
                 )
-        native = self._native()
-        native.clear_remainders()
-        for name, residual in residuals.items():
-            native.set_remainder(parameters[name], residual)
+        exempt = {id(parameter) for parameter in self._exempt_parameters(parameters)}
+        dropped = [name for name in residuals if id(parameters[name]) in exempt]
+        if dropped:
+            warnings.warn(
+                f"{where}: dropped the residuals of {', '.join(map(repr, dropped))}, which this hook exempts",
+                stacklevel=2,
+            )
+        kept = [name for name in residuals if name not in dropped]
+        self._native().replace_remainders(
+            [parameters[name] for name in kept], [residuals[name] for name in kept]
+        )
 
     def _named_parameters(self, model: nn.Module | None, method: str) -> list[tuple[str, nn.Parameter]]:
         if model is None:
@@ -178,7 +197,7 @@ class BlockQuantize(GradientHook):
                 " one hook for each"
             )
         if self._exempts_by_name:
-            self._native().set_exempt(self._exempt_parameters(ddp.module))
+            self._native().set_exempt(self._exempt_parameters(dict(ddp.module.named_parameters())))
 
     def _attach(self, ddp: DistributedDataParallel) -> None:
         self._module = weakref.ref(ddp.module)  # which may outlive the DDP, and be wrapped again
@@ -187,17 +206,24 @@ class BlockQuantize(GradientHook):
     def _exempts_by_name(self) -> bool:
         return self.exempt is not None and self.exempt != "auto"
 
-    def _exempt_parameters(self, module: nn.Module) -> list[torch.Tensor]:
-        named = list(module.named_parameters())
+    def _exempt_parameters(self, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
+        if self.exempt is None:
+            return []
+        if self.exempt == "auto":
+            return [parameter for parameter in parameters.values() if parameter.dim() < AUTO_DIMENSIONS]
         if callable(self.exempt):
             rule = self.exempt
-            return [parameter for name, parameter in named if rule(name, parameter)]
+            return [parameter for name, parameter in parameters.items() if rule(name, parameter)]
         assert isinstance(self.exempt, tuple)
         exempt = {}
         for pattern in self.exempt:
-            matches = {name: parameter for name, parameter in named if fnmatch.fnmatchcase(name, pattern)}
+            matches = {
+                name: parameter
+                for name, parameter in parameters.items()
+                if fnmatch.fnmatchcase(name, pattern)
+            }
             if not matches:
-                names = ", ".join(name for name, _ in named[:8]) + (", ..." if len(named) > 8 else "")
+                names = ", ".join(list(parameters)[:8]) + (", ..." if len(parameters) > 8 else "")
                 raise ValueError(
                     f"fccl.hooks.register(ddp, {self!r}): the pattern {pattern!r} matches no parameter of the"
                     f" model, which has {names}"
@@ -213,7 +239,7 @@ class BlockQuantize(GradientHook):
                     format=self.format,
                     block=self.block,
                     error_feedback=self.error_feedback,
-                    exempt_below_dimensions=2 if self.exempt == "auto" else 0,
+                    exempt_below_dimensions=AUTO_DIMENSIONS if self.exempt == "auto" else 0,
                 )
             return self._shared
 
