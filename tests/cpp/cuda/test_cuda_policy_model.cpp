@@ -73,7 +73,7 @@ TEST(CudaPolicy, the_model_fits_published_figures) {
   within(model_of_nccl(at(32 * KiB)), 24.2, 1.3);
   within(model_of_nccl(at(128 * KiB)), 51.8, 1.6);
   within(model_of_nccl(at(384 * KiB)), 83.5, 1.3);
-  // vLLM's kernels and NCCL on six H100.
+  // vLLM's kernels and NCCL on six GPUs.
   q.world = 6;
   q.link = Link::kNvlink;
   q.architecture = 90;
