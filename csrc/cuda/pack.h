@@ -22,6 +22,8 @@
 namespace fccl::cuda {
 
 inline constexpr int kPackThreads = 256;
+// 64 registers to a thread, and up to 64 KiB on their way to a multiprocessor: 4 vectors a thread.
+inline constexpr int kPackBlocksPerMultiprocessor = 4;
 
 // What a warp moves at a time: so much of the buffer, usually of one tensor.
 inline constexpr int kPackPerLane = 16;
@@ -157,6 +159,7 @@ struct PackTensorsArgs {
 template <class From, class To>
 struct PackTensors {
   static constexpr int kThreads = kPackThreads;
+  static constexpr int kBlocksPerMultiprocessor = kPackBlocksPerMultiprocessor;
   using Args = PackTensorsArgs;
 
   FCCL_KERNEL static void run(const Args& args) {
@@ -187,6 +190,7 @@ struct UnpackTensorsArgs {
 template <class From, class To>
 struct UnpackTensors {
   static constexpr int kThreads = kPackThreads;
+  static constexpr int kBlocksPerMultiprocessor = kPackBlocksPerMultiprocessor;
   using Args = UnpackTensorsArgs;
 
   FCCL_KERNEL static void run(const Args& args) {

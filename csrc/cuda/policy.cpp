@@ -94,7 +94,7 @@ constexpr std::uint64_t kAverageFactor = 2;
 
 // ---- Kernels ----
 
-// collectives.cu, FCCL_REDUCTIONS.
+// What is built of the reductions (collectives.cu).
 bool has_reduction(DType dtype, ReduceOp op) {
   switch (dtype) {
     case DType::kFloat32:
@@ -117,7 +117,7 @@ bool has_reduction(DType dtype, ReduceOp op) {
   }
 }
 
-// collectives.cu, FCCL_MOVES.
+// And of what only moves bytes.
 DType element_that_moves(DType dtype) {
   switch (dtype) {
     case DType::kFloat32:

@@ -178,6 +178,8 @@ void check(const Case& c) {
 
 TYPED_TEST(CudaPack, tensors_that_lie_tight) {
   check<TypeParam>({{{512}, {1024}, {8}, {1536}, {2000}, {64}}});
+  // One element short of a chunk, and one more.
+  check<TypeParam>({{{511}, {513}, {1023}, {514}, {511}}});
 }
 
 TYPED_TEST(CudaPack, odd_sizes_and_alignments) {
