@@ -60,10 +60,6 @@ std::byte* map_shared(int fd, std::size_t size, int protection) {
 
 }  // namespace
 
-void Descriptor::reset() noexcept {
-  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
-}
-
 Segment::Segment(Segment&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)),

@@ -1,0 +1,49 @@
+// A group's operations on the GPU run one after the other, in the order of their calls, on whatever streams
+// those were made, and by whichever engine.
+//
+// Both our kernels and NCCL's wait on the device for their peers. If two such operations could overtake each
+// other, one rank might give its multiprocessors to the first and its peer to the second, and both would wait
+// for ever. Inside a graph's capture the order is kept among the captured operations only: a graph cannot
+// depend on what is outside of it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "cuda/runtime.h"
+
+namespace fccl::cuda {
+
+// Not thread-safe.
+class Chain {
+ public:
+  // Makes a stream wait for the end of an operation.
+  using Join = std::function<void(StreamHandle)>;
+
+  explicit Chain(Runtime& runtime) : runtime_(runtime) {}
+  ~Chain();
+  Chain(const Chain&) = delete;
+  Chain& operator=(const Chain&) = delete;
+
+  // Before an operation is put on `stream`: the stream waits for the one before.
+  void enter(StreamHandle stream);
+  // After that: it was put on `stream` itself, or `join` knows where it ends.
+  void leave(StreamHandle stream);
+  void leave(StreamHandle stream, Join join);
+
+ private:
+  struct Last {
+    bool any = false;
+    StreamHandle stream = nullptr;
+    EventHandle event = nullptr;  // recorded on it; made at first use
+    Join join;                    // instead of both
+  };
+  Last& last_for(StreamHandle stream);
+
+  Runtime& runtime_;
+  Last eager_;
+  Last captured_;
+  std::uint64_t capture_ = 0;  // of captured_
+};
+
+}  // namespace fccl::cuda

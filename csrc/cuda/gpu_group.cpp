@@ -1,0 +1,235 @@
+#include "cuda/gpu_group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "cuda/all_reduce.h"
+#include "cuda/gather_broadcast.h"
+
+namespace fccl::cuda {
+namespace {
+
+std::vector<RankTerms> exchange_terms(Peers& peers, const RankTerms& own) {
+  const auto* bytes = reinterpret_cast<const std::byte*>(&own);
+  const std::vector<std::byte> all = peers.all_gather({bytes, sizeof(own)});
+  std::vector<RankTerms> terms(static_cast<std::size_t>(peers.size()));
+  std::memcpy(terms.data(), all.data(), terms.size() * sizeof(RankTerms));
+  return terms;
+}
+
+// Says what went wrong on this rank, so that all learn it.
+template <class Step>
+void try_step(RankTerms& own, Step step) {
+  if (own.usable == 0) return;
+  try {
+    step();
+  } catch (const std::exception& error) {
+    own.refuse(error.what());
+  }
+}
+
+std::uint64_t nanoseconds(std::chrono::milliseconds timeout) {
+  // A kernel compares clocks by their difference, which must stay positive.
+  const auto most = std::chrono::hours(24 * 365);
+  return static_cast<std::uint64_t>(
+      std::chrono::nanoseconds(std::min<std::chrono::milliseconds>(timeout, most)).count());
+}
+
+}  // namespace
+
+std::unique_ptr<GpuGroup> GpuGroup::connect(GpuGroupConfig config, Peers& peers, std::string& why_not) {
+  Runtime& gpu = *config.runtime;
+  if (peers.size() > kMaxRanks || peers.size() < 2) {  // which all ranks know without asking
+    why_not = settle_devices(std::vector<RankTerms>(static_cast<std::size_t>(peers.size()))).why_not;
+    return nullptr;
+  }
+  RankTerms own;
+  own.half_bytes = config.half_bytes;
+  own.deterministic = config.deterministic ? 1 : 0;
+  own.float32_accumulation = config.float32_accumulation ? 1 : 0;
+  try_step(own, [&] { own.device = gpu.facts(); });
+  std::vector<RankTerms> all = exchange_terms(peers, own);
+  Terms terms = settle_devices(all);
+  if (terms.usable) {
+    try_step(own, [&] {
+      for (std::size_t rank = 0; rank < all.size(); ++rank) {
+        if (static_cast<int>(rank) != peers.rank()) own.links[rank] = gpu.link_to(all[rank].device.uuid);
+      }
+    });
+    all = exchange_terms(peers, own);
+    terms = settle(all);
+  }
+  if (!terms.usable) {
+    why_not = terms.why_not;
+    return nullptr;
+  }
+  if (config.prove) {
+    why_not = jointly(peers, [&] {
+      const std::string why = config.prove(terms);
+      if (!why.empty()) throw Error(ErrorKind::kSystem, why);
+    });
+    if (!why_not.empty()) return nullptr;
+  }
+  auto workspaces = Workspaces::connect(config.runtime, peers, terms.half_bytes, why_not);
+  if (workspaces == nullptr) return nullptr;
+  return std::unique_ptr<GpuGroup>(
+      new GpuGroup(std::move(config), peers.rank(), std::move(terms), std::move(workspaces)));
+}
+
+GpuGroup::GpuGroup(GpuGroupConfig config, int rank, Terms terms, std::unique_ptr<Workspaces> workspaces)
+    : config_(std::move(config)),
+      rank_(rank),
+      terms_(std::move(terms)),
+      workspaces_(std::move(workspaces)),
+      chain_(*config_.runtime) {}
+
+GpuGroup::~GpuGroup() { close(nullptr); }
+
+LaunchPlan GpuGroup::plan(const GpuCall& call, StreamHandle stream) {
+  const std::lock_guard lock(mutex_);
+  LaunchPlan plan;
+  plan.reason = "larger than any workspace";
+  if (call.count >= GpuCall::kCountLimit) return plan;
+  plan = plan_launch(terms_.question(call.collective, call.op, call.dtype, call.count * size_of(call.dtype)));
+  if (plan.algorithm == Algorithm::kInner) return plan;
+  if (for_graphs_ == nullptr && config_.runtime->capture_of(stream) != 0) {
+    plan = {};
+    plan.reason = "captured, and no workspace for graphs: fccl.cuda.warm_up(group) makes one";
+  }
+  return plan;
+}
+
+Workspaces& GpuGroup::workspaces_for(StreamHandle stream) {
+  if (config_.runtime->capture_of(stream) == 0) return *workspaces_;
+  for_graphs_->keep();
+  return *for_graphs_;
+}
+
+void GpuGroup::launch(const LaunchPlan& plan, const GpuCall& call, const void* input, void* output,
+                      StreamHandle stream) {
+  const std::lock_guard lock(mutex_);
+  throw_if_failed();
+  const Session session = workspaces_for(stream).session(call.pack(), nanoseconds(config_.timeout));
+  const auto* from = static_cast<const std::byte*>(input);
+  auto* to = static_cast<std::byte*>(output);
+  const std::uint64_t bytes = call.count * size_of(call.dtype);
+  chain_.enter(stream);
+  switch (plan.algorithm) {
+    case Algorithm::kOneShotAllReduce:
+    case Algorithm::kTwoShotAllReduce: {
+      const AllReduceArgs args{session, from, to, bytes, call.op};
+      config_.runtime->launch(plan, &args, stream);
+      break;
+    }
+    case Algorithm::kOneShotAllGather: {
+      const AllGatherArgs args{session, from, to, bytes};
+      config_.runtime->launch(plan, &args, stream);
+      break;
+    }
+    case Algorithm::kBroadcast: {
+      const BroadcastArgs args{session, to, bytes, call.root};
+      config_.runtime->launch(plan, &args, stream);
+      break;
+    }
+    case Algorithm::kInner:
+      throw Error(ErrorKind::kInvalid, "fccl " + call.to_string() + ": planned for the inner engine");
+  }
+  chain_.leave(stream);
+}
+
+void GpuGroup::enter_inner(StreamHandle stream) {
+  const std::lock_guard lock(mutex_);
+  chain_.enter(stream);
+}
+
+void GpuGroup::leave_inner(StreamHandle stream, Chain::Join join) {
+  const std::lock_guard lock(mutex_);
+  join ? chain_.leave(stream, std::move(join)) : chain_.leave(stream);
+}
+
+void GpuGroup::warm_up(Peers& peers) {
+  if (is_warm()) return;  // on all ranks, since all make it together
+  std::string why_not = jointly(peers, [&] { config_.runtime->load_kernels(); });
+  std::unique_ptr<Workspaces> made;
+  if (why_not.empty()) made = Workspaces::connect(config_.runtime, peers, terms_.half_bytes, why_not);
+  if (made == nullptr)
+    throw Error(ErrorKind::kSystem, "fccl warm_up on rank " + std::to_string(rank_) + " of group '" +
+                                        config_.name + "': no workspace for graphs: " + why_not);
+  const std::lock_guard lock(mutex_);
+  for_graphs_ = std::move(made);
+}
+
+bool GpuGroup::is_warm() const {
+  const std::lock_guard lock(mutex_);
+  return for_graphs_ != nullptr;
+}
+
+std::optional<Error> GpuGroup::failure_of(const Workspaces& workspaces) const {
+  const Status status = workspaces.status();
+  if (status.failure == 0) return std::nullopt;
+  const std::string mine = GpuCall::unpack(status.mine).to_string();
+  const std::string peer = "rank " + std::to_string(status.peer);
+  const std::string where = "fccl " + mine + " on the GPU of rank " + std::to_string(rank_) + " of group '" +
+                            config_.name + "', launch #" + std::to_string(status.generation) + ": ";
+  const std::string end = " The output was filled with NaN, and the group cannot be used any more.";
+  switch (static_cast<Failure>(status.failure)) {
+    case Failure::kExpired:
+      return Error(ErrorKind::kTimeout, where + peer + " did not come within " +
+                                            std::to_string(config_.timeout.count()) +
+                                            " ms; it may have ended, or wait elsewhere." + end);
+    case Failure::kMismatch:
+      // Not kMismatch, after which a group goes on: this one's launches are out of step.
+      return Error(ErrorKind::kPeerFailed, where + "ranks made calls that do not fit: rank " +
+                                               std::to_string(rank_) + " called " + mine + "; " + peer +
+                                               " called " + GpuCall::unpack(status.theirs).to_string() + "." +
+                                               end);
+    case Failure::kAborted:
+    case Failure::kNone: break;
+  }
+  if (static_cast<int>(status.peer) == rank_)
+    return Error(ErrorKind::kAborted, where + "aborted here." + end);
+  return Error(ErrorKind::kPeerFailed, where + peer + " gave up; its own error says why." + end);
+}
+
+std::optional<Error> GpuGroup::failure() const {
+  const std::lock_guard lock(mutex_);
+  for (const auto* workspaces : {&workspaces_, &for_graphs_}) {
+    if (!failure_ && *workspaces != nullptr) failure_ = failure_of(**workspaces);
+  }
+  return failure_;
+}
+
+void GpuGroup::throw_if_failed() const {
+  for (const auto* workspaces : {&workspaces_, &for_graphs_}) {
+    if (!failure_ && *workspaces != nullptr) failure_ = failure_of(**workspaces);
+  }
+  if (failure_) throw Error(*failure_);
+}
+
+void GpuGroup::abort(const std::string& why) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!failure_)
+    failure_ = Error(ErrorKind::kAborted, "fccl on the GPU of rank " + std::to_string(rank_) + " of group '" +
+                                              config_.name + "': " + why);
+  for (const auto* workspaces : {&workspaces_, &for_graphs_}) {
+    if (*workspaces == nullptr) continue;
+    try {
+      (*workspaces)->abort();
+    } catch (const std::exception&) {
+      // A device that takes no more words has no kernels that wait either.
+    }
+  }
+}
+
+void GpuGroup::close(Peers* peers) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!failure_) failure_ = Error(ErrorKind::kAborted, "fccl: group '" + config_.name + "' was closed");
+  for (auto* workspaces : {&workspaces_, &for_graphs_}) {
+    if (*workspaces != nullptr) (*workspaces)->close(peers);
+    if (*workspaces != nullptr) workspaces->reset();
+  }
+}
+
+}  // namespace fccl::cuda

@@ -1,0 +1,85 @@
+// A group's collectives on its ranks' GPUs: what they agreed on, their workspaces, and the launches.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "common/error.h"
+#include "cuda/call.h"
+#include "cuda/chain.h"
+#include "cuda/peers.h"
+#include "cuda/runtime.h"
+#include "cuda/terms.h"
+#include "cuda/workspaces.h"
+
+namespace fccl::cuda {
+
+struct GpuGroupConfig {
+  std::shared_ptr<Runtime> runtime;
+  std::string name;  // for messages
+  std::chrono::milliseconds timeout{};
+  // What this rank would like; the least of all ranks holds.
+  std::uint64_t half_bytes = std::uint64_t{8} << 20;
+  bool deterministic = false;
+  bool float32_accumulation = false;
+  // Tests what the driver says of the links, before anything relies on it; returns why not, or nothing. Null:
+  // the driver is believed.
+  std::function<std::string(const Terms&)> prove;
+};
+
+// Thread-safe, except that calls of one group are made in one order on all ranks, which is the callers' to
+// see to.
+class GpuGroup {
+ public:
+  // All ranks together. Null on all of them if their GPUs cannot work together; `why_not` says why.
+  static std::unique_ptr<GpuGroup> connect(GpuGroupConfig config, Peers& peers, std::string& why_not);
+  ~GpuGroup();
+
+  const Terms& terms() const noexcept { return terms_; }
+
+  // Which engine a call on `stream` goes to. The same on all ranks, if all capture or none does.
+  LaunchPlan plan(const GpuCall& call, StreamHandle stream);
+  // Puts it on the stream. `plan`: not kInner. kAllGather's `output` has world * count elements, which
+  // `input` may be a part of; for kBroadcast `input` is not used. Throws Error if the group has failed.
+  void launch(const LaunchPlan& plan, const GpuCall& call, const void* input, void* output,
+              StreamHandle stream);
+
+  // Around an operation of the inner engine, which takes its turn: see chain.h.
+  void enter_inner(StreamHandle stream);
+  void leave_inner(StreamHandle stream, Chain::Join join = nullptr);
+
+  // All ranks together: makes what a captured call needs. Throws Error (kSystem) on all if any rank cannot.
+  void warm_up(Peers& peers);
+  bool is_warm() const;
+
+  // What a kernel has reported, if one has; the group is of no use then.
+  std::optional<Error> failure() const;
+  // Fails the group: ends the kernels that wait here and on the peers.
+  void abort(const std::string& why) noexcept;
+  // All ranks together; without peers if they will not come.
+  void close(Peers* peers) noexcept;
+
+ private:
+  GpuGroup(GpuGroupConfig config, int rank, Terms terms, std::unique_ptr<Workspaces> workspaces);
+  std::optional<Error> failure_of(const Workspaces& workspaces) const;
+  void throw_if_failed() const;
+  Workspaces& workspaces_for(StreamHandle stream);
+
+  const GpuGroupConfig config_;
+  const int rank_;
+  const Terms terms_;
+  mutable std::mutex mutex_;
+  std::unique_ptr<Workspaces> workspaces_;
+  // For graphs: their launches are replayed at times that have nothing to do with the order of other calls,
+  // so they must not share generations with them. Outlives the group once a graph has it.
+  std::unique_ptr<Workspaces> for_graphs_;
+  Chain chain_;
+  mutable std::optional<Error> failure_;
+};
+
+}  // namespace fccl::cuda
