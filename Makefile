@@ -13,7 +13,7 @@
 #   TORCH=torch==2.13.0   what pip installs as torch (2.11 to 2.15); for `make cuda` torch==2.14.1, and of nvcc's CUDA
 #   PYTHON=python3        the interpreter that makes the virtual environment (3.10 to 3.13)
 #   VENV=.venv            where it goes; for `make cuda` .venv-cuda
-#   FCCL_CUDA=AUTO        whether the CUDA kernels are built: AUTO (if nvcc and torch allow), ON or OFF; `make cuda`: ON
+#   CUDA=AUTO             whether the CUDA kernels are built: AUTO (if nvcc and torch allow), ON or OFF; `make cuda`: ON
 #   CUDA_ARCHITECTURES=90 for which GPUs, e.g. for a quicker build; empty: all that fccl supports
 #   WERROR=ON             warnings in fccl's own sources are errors (CI)
 #   JOBS=N                compile jobs, and test workers
@@ -28,12 +28,12 @@ ifneq ($(filter cuda,$(MAKECMDGOALS)),)
   endif
   TORCH ?= torch==2.14.1
   VENV ?= .venv-cuda
-  FCCL_CUDA ?= ON
+  CUDA ?= ON
 endif
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
-FCCL_CUDA ?= AUTO
+CUDA ?= AUTO
 CUDA_ARCHITECTURES ?=
 WERROR ?= OFF
 JOBS ?= 2
@@ -53,7 +53,7 @@ STAMPS := $(VENV)/stamps
 # A change of TORCH is a change of the file's name.
 TORCH_STAMP := $(STAMPS)/torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 # So is one of what is asked for in CUDA.
-CUDA_STAMP := $(STAMPS)/cuda-$(shell printf '%s' '$(FCCL_CUDA) $(CUDA_ARCHITECTURES)' | cksum | cut -d' ' -f1)
+CUDA_STAMP := $(STAMPS)/cuda-$(shell printf '%s' '$(CUDA) $(CUDA_ARCHITECTURES)' | cksum | cut -d' ' -f1)
 # scikit-build-core and ninja see to what has to be compiled; this decides whether to ask them. A new
 # or removed Python file changes its folder.
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc cmake -type f) \
@@ -66,7 +66,7 @@ CONSTRAINTS := $(STAMPS)/constraints.txt
 # A build folder for each torch: two environments of one Python do not undo each other's work in it.
 BUILD_DIR = build/{wheel_tag}-torch-$$($(PY) -c 'from importlib.metadata import version; print(version("torch"))')
 SETTINGS = --config-settings=build-dir="$(BUILD_DIR)" --config-settings=cmake.define.FCCL_WERROR=$(WERROR) \
-           --config-settings=cmake.define.FCCL_CUDA=$(FCCL_CUDA) \
+           --config-settings=cmake.define.FCCL_CUDA=$(CUDA) \
            --config-settings=cmake.define.FCCL_CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)"
 INSTALL = PATH="$(abspath $(VENV))/bin:$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
           $(PIP) install --no-build-isolation -c $(CONSTRAINTS) $(SETTINGS)
