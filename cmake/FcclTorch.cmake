@@ -4,7 +4,12 @@ find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
 
 execute_process(
   COMMAND ${Python_EXECUTABLE} -c
-    "import torch; from torch.utils.cpp_extension import include_paths, library_paths; print(torch.__version__); print(torch.version.cuda or ''); print('|'.join(include_paths())); print('|'.join(library_paths())); print(int(torch._C._GLIBCXX_USE_CXX11_ABI))"
+    "import torch; from torch.utils.cpp_extension import include_paths, library_paths; print(torch.__version__); print(torch.version.cuda or ''); print('|'.join(include_paths())); print('|'.join(library_paths())); print(int(torch._C._GLIBCXX_USE_CXX11_ABI))
+# The packages of CUDA libraries that pip installs with torch, each in a folder of the namespace package `nvidia`.
+import glob, importlib.util
+spec = importlib.util.find_spec('nvidia')
+for kind in ('include', 'lib'):
+    print('|'.join(sorted(path for root in (spec.submodule_search_locations if spec else []) for path in glob.glob(root + '/*/' + kind))) or '-')"
   OUTPUT_VARIABLE fccl_torch_facts
   ERROR_VARIABLE fccl_torch_error
   RESULT_VARIABLE fccl_torch_result
@@ -20,6 +25,12 @@ list(GET fccl_torch_facts 1 FCCL_TORCH_CUDA)
 list(GET fccl_torch_facts 2 fccl_torch_includes)
 list(GET fccl_torch_facts 3 fccl_torch_libdirs)
 list(GET fccl_torch_facts 4 fccl_torch_abi)
+list(GET fccl_torch_facts 5 FCCL_TORCH_NVIDIA_INCLUDES)
+list(GET fccl_torch_facts 6 FCCL_TORCH_NVIDIA_LIBDIRS)
+string(REGEX REPLACE "^-$" "" FCCL_TORCH_NVIDIA_INCLUDES "${FCCL_TORCH_NVIDIA_INCLUDES}")
+string(REGEX REPLACE "^-$" "" FCCL_TORCH_NVIDIA_LIBDIRS "${FCCL_TORCH_NVIDIA_LIBDIRS}")
+string(REPLACE "|" ";" FCCL_TORCH_NVIDIA_INCLUDES "${FCCL_TORCH_NVIDIA_INCLUDES}")
+string(REPLACE "|" ";" FCCL_TORCH_NVIDIA_LIBDIRS "${FCCL_TORCH_NVIDIA_LIBDIRS}")
 string(REPLACE "|" ";" fccl_torch_includes "${fccl_torch_includes}")
 string(REPLACE "|" ";" fccl_torch_libdirs "${fccl_torch_libdirs}")
 list(GET fccl_torch_includes 0 fccl_torch_include)
@@ -33,8 +44,9 @@ endif()
 
 add_library(fccl_torch INTERFACE)
 target_include_directories(fccl_torch SYSTEM INTERFACE ${fccl_torch_includes})
+# NO_CACHE: a build folder that is configured again for another torch must not keep the first one's libraries.
 foreach(lib IN ITEMS torch torch_cpu c10 torch_python)
-  find_library(fccl_lib_${lib} NAMES ${lib} PATHS ${fccl_torch_libdirs} NO_DEFAULT_PATH REQUIRED)
+  find_library(fccl_lib_${lib} NAMES ${lib} PATHS ${fccl_torch_libdirs} NO_DEFAULT_PATH NO_CACHE REQUIRED)
   target_link_libraries(fccl_torch INTERFACE ${fccl_lib_${lib}})
 endforeach()
 target_compile_definitions(fccl_torch INTERFACE USE_DISTRIBUTED _GLIBCXX_USE_CXX11_ABI=${fccl_torch_abi})

@@ -12,6 +12,9 @@
 #include "cpu/group.h"
 #include "cpu/handover.h"
 #include "cpu/kernels/reduce.h"
+#if FCCL_CUDA_BUILT
+#include "cuda/kernels.h"
+#endif
 
 namespace {
 
@@ -34,6 +37,16 @@ std::string isas() {
   return text;
 }
 
+// The CUDA kernels that are linked in.
+std::size_t cuda_kernel_count() {
+#if FCCL_CUDA_BUILT
+  return fccl::cuda::collective_kernel_count() + fccl::cuda::bucket_kernel_count() +
+         fccl::cuda::pack_kernel_count();
+#else
+  return 0;
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -43,10 +56,12 @@ PYBIND11_MODULE(_C, m) {
     info["version"] = FCCL_VERSION;
     info["torch_version"] = FCCL_TORCH_VERSION;
     info["cuda"] = static_cast<bool>(FCCL_CUDA_BUILT);
+    info["cuda_architectures"] = FCCL_CUDA_ARCHITECTURES;
     info["compiler"] = compiler();
     info["isas"] = isas();
     return info;
   });
+  m.def("cuda_kernel_count", &cuda_kernel_count);
   m.def("selected_isa", [] { return std::string(fccl::cpu::name_of(fccl::cpu::selected_isa())); });
   m.def("why_no_shared_memory", &fccl::cpu::why_no_shared_memory, py::call_guard<py::gil_scoped_release>());
   m.def("large_pages", [] { return std::string(fccl::cpu::name_of(fccl::cpu::large_pages())); });

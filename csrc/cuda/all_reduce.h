@@ -20,6 +20,7 @@ struct AllReduceArgs {
 template <class Element, class Faults = NoFaults>
 struct OneShotAllReduce {
   static constexpr int kThreads = 512;
+  static constexpr int kBlocksPerMultiprocessor = kBlocksPerMultiprocessorOfCollectives;
   using Args = AllReduceArgs;
 
   // Of a half of the mailboxes: a slot for each rank.
@@ -56,6 +57,7 @@ struct OneShotAllReduce {
 template <class Element, class Faults = NoFaults>
 struct TwoShotAllReduce {
   static constexpr int kThreads = 512;
+  static constexpr int kBlocksPerMultiprocessor = kBlocksPerMultiprocessorOfCollectives;
   using Args = AllReduceArgs;
 
   static std::uint64_t mailbox_bytes(std::uint64_t bytes, int world) {

@@ -16,6 +16,10 @@
 namespace fccl::cuda {
 
 inline constexpr int kBucketThreads = 256;
+// A longer block is more registers to a lane, and more bytes on their way at once: 16 to 32 KiB for each
+// multiprocessor, in one block of threads or in four.
+template <int kBlock>
+inline constexpr int kBucketBlocksPerMultiprocessor = kBlock <= 128 ? 4 : (kBlock <= 512 ? 2 : 1);
 
 // A grid's warps, numbered through.
 FCCL_KERNEL std::uint64_t first_warp() { return first_thread() / kWarpSize; }
@@ -64,6 +68,7 @@ struct EncodeBucketArgs {
 template <class Source, class Code, int kBlock>
 struct EncodeBucket {
   static constexpr int kThreads = kBucketThreads;
+  static constexpr int kBlocksPerMultiprocessor = kBucketBlocksPerMultiprocessor<kBlock>;
   using Args = EncodeBucketArgs;
   using Stored = typename Source::Stored;
 
@@ -145,6 +150,7 @@ struct ReduceShardArgs {
 template <class Code, int kBlock>
 struct ReduceShard {
   static constexpr int kThreads = kBucketThreads;
+  static constexpr int kBlocksPerMultiprocessor = kBucketBlocksPerMultiprocessor<kBlock>;
   using Args = ReduceShardArgs;
 
   FCCL_KERNEL static void run(const Args& args) {
@@ -256,6 +262,7 @@ struct DecodeBucketArgs {
 template <class Source, class Code, int kBlock>
 struct DecodeBucket {
   static constexpr int kThreads = kBucketThreads;
+  static constexpr int kBlocksPerMultiprocessor = kBucketBlocksPerMultiprocessor<kBlock>;
   using Args = DecodeBucketArgs;
   using Stored = typename Source::Stored;
 

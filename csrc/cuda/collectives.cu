@@ -1,32 +1,56 @@
 // The communicating kernels that are built.
-#include <cstddef>
+#include <vector>
 
 #include "cuda/all_reduce.h"
 #include "cuda/gather_broadcast.h"
+#include "cuda/kernel_entry.cuh"
 
 namespace fccl::cuda {
+namespace {
 
-#define FCCL_REDUCTIONS(Element)                                                                    \
-  template __global__ void entry<OneShotAllReduce<Element>>(const __grid_constant__ AllReduceArgs); \
-  template __global__ void entry<TwoShotAllReduce<Element>>(const __grid_constant__ AllReduceArgs)
-
-FCCL_REDUCTIONS(Float32);
-FCCL_REDUCTIONS(Float64);
-FCCL_REDUCTIONS(Float16);
-FCCL_REDUCTIONS(BFloat16);
-FCCL_REDUCTIONS(Int32);
-FCCL_REDUCTIONS(Int64);
-
+using Reduced = Types<Float32, Float64, Float16, BFloat16, Int32, Int64>;
 // What only moves bytes needs the type for a failure's sake: a NaN of the right width, or none (Int32 stands
 // for all types without one).
-#define FCCL_MOVES(Element)                                                                         \
-  template __global__ void entry<OneShotAllGather<Element>>(const __grid_constant__ AllGatherArgs); \
-  template __global__ void entry<Broadcast<Element>>(const __grid_constant__ BroadcastArgs)
+using Moved = Types<Float32, Float64, Float16, BFloat16, Int32>;
 
-FCCL_MOVES(Float32);
-FCCL_MOVES(Float64);
-FCCL_MOVES(Float16);
-FCCL_MOVES(BFloat16);
-FCCL_MOVES(Int32);
+struct Row {
+  Algorithm algorithm;
+  DType element;
+  KernelEntry entry;
+};
+
+template <template <class, class> class Kernel, class... Elements>
+void append(std::vector<Row>& rows, Algorithm algorithm, Types<Elements...>) {
+  (rows.push_back({algorithm, Elements::kDType, entry_of<Kernel<Elements, NoFaults>>()}), ...);
+}
+
+const std::vector<Row>& table() {
+  static const std::vector<Row> rows = [] {
+    std::vector<Row> all;
+    append<OneShotAllReduce>(all, Algorithm::kOneShotAllReduce, Reduced{});
+    append<TwoShotAllReduce>(all, Algorithm::kTwoShotAllReduce, Reduced{});
+    append<OneShotAllGather>(all, Algorithm::kOneShotAllGather, Moved{});
+    append<Broadcast>(all, Algorithm::kBroadcast, Moved{});
+    return all;
+  }();
+  return rows;
+}
+
+}  // namespace
+
+KernelEntry find_kernel(Algorithm algorithm, DType element) {
+  for (const Row& row : table()) {
+    if (row.algorithm == algorithm && row.element == element) return row.entry;
+  }
+  return {};
+}
+
+std::vector<const void*> collective_entries() {
+  std::vector<const void*> entries;
+  for (const Row& row : table()) entries.push_back(row.entry.entry);
+  return entries;
+}
+
+std::size_t collective_kernel_count() { return table().size(); }
 
 }  // namespace fccl::cuda

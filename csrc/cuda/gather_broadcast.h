@@ -16,6 +16,7 @@ struct AllGatherArgs {
 template <class Element, class Faults = NoFaults>
 struct OneShotAllGather {
   static constexpr int kThreads = 512;
+  static constexpr int kBlocksPerMultiprocessor = kBlocksPerMultiprocessorOfCollectives;
   using Args = AllGatherArgs;
 
   static std::uint64_t mailbox_bytes(std::uint64_t bytes, int world) {
@@ -56,6 +57,7 @@ struct BroadcastArgs {
 template <class Element, class Faults = NoFaults>
 struct Broadcast {
   static constexpr int kThreads = 512;
+  static constexpr int kBlocksPerMultiprocessor = kBlocksPerMultiprocessorOfCollectives;
   using Args = BroadcastArgs;
 
   static std::uint64_t mailbox_bytes(std::uint64_t bytes, int) { return vectors_in(bytes) * kVectorBytes; }

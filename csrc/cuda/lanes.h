@@ -7,12 +7,14 @@
 #include <cstddef>
 
 #include "codec/float16.h"
+#include "common/dtype.h"
 #include "cuda/seam.h"
 
 namespace fccl::cuda {
 
 // How gradients lie in memory. All arithmetic is in float.
 struct FloatSource {
+  static constexpr DType kDType = DType::kFloat32;
   using Stored = float;
   using Four = Vector;
   static FCCL_KERNEL float get(const Four& four, int i) { return __builtin_bit_cast(float, four.word[i]); }
@@ -28,6 +30,7 @@ struct alignas(8) HalfVector {
 };
 template <class Bits>
 struct HalfSource {
+  static constexpr DType kDType = std::is_same_v<Bits, codec::Half> ? DType::kFloat16 : DType::kBFloat16;
   using Stored = std::uint16_t;
   using Four = HalfVector;
   static FCCL_KERNEL float get(const Four& four, int i) {

@@ -6,6 +6,10 @@
 
 namespace fccl::cuda {
 
+// A grid has at most kMaxBlocks blocks, and a GPU worth communicating with has more multiprocessors: each
+// block gets one to itself.
+inline constexpr int kBlocksPerMultiprocessorOfCollectives = 1;
+
 // This block's part of the tensor, into slot `rank` of every rank's mailboxes; slots are as long as the
 // tensor. The own mailbox gets it too: so all ranks' data lies in one place and has one alignment.
 template <class Faults>

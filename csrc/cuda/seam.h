@@ -8,9 +8,13 @@
 //
 //   struct Kernel {
 //     static constexpr int kThreads = 256;  // the most threads of a block
+//     static constexpr int kBlocksPerMultiprocessor = 2;  // that fit at once, registers permitting
 //     struct Args { … };                    // trivially copyable; const to the kernel
 //     FCCL_KERNEL static void run(const Args& args);
 //   };
+//
+// Both numbers are the compiler's budget of registers: 65536 by their product. Left to guess the second, it
+// aims at more blocks than fit and spills a word here and there.
 //
 // Blocks and threads have one dimension. All threads of a block come to every sync(), and all lanes of a warp
 // to every shuffle; nothing is said about the order of blocks.

@@ -122,7 +122,7 @@ FCCL_KERNEL void trap() { asm volatile("trap;"); }
 
 // The one entry. Args stay in constant memory: a kernel never writes to them.
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads)
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerMultiprocessor)
     entry(const __grid_constant__ typename Kernel::Args args) {
   static_assert(std::is_trivially_copyable_v<typename Kernel::Args>);
   Kernel::run(args);
