@@ -4,7 +4,8 @@
     check_sass.py --cuobjdump cuobjdump --arch 90 kernels.cubin
 
 Bucket kernels: on the aligned path a warp reads and writes whole 32-byte sectors: four elements a lane, so 128
-bits for float32, 64 for 16-bit floats; four codes a lane, so 32 or 64 bits. Nowhere single bytes. Packing kernels: 128 bits a lane on both sides.
+bits for float32, 64 for 16-bit floats; four codes a lane, so 32 or 64 bits. Nowhere single bytes. Packing
+kernels: 128 bits a lane on both sides.
 
 Kernels that talk to peers: a release is a barrier for the whole system and then the store of the signal; an
 acquire is such a load of it and then the first-level cache thrown away; mailboxes are read past that cache.
