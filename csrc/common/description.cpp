@@ -24,6 +24,7 @@ const char* name_of(Collective collective) noexcept {
     case Collective::kAllToAll: return "all_to_all";
     case Collective::kSparseAllReduce: return "all_reduce of a sparse tensor";
     case Collective::kCompressedAllReduce: return "compressed_all_reduce";
+    case Collective::kGpuSetup: return "gpu_setup";
   }
   return "unknown";
 }

@@ -33,8 +33,10 @@ enum class Collective : std::uint8_t {
   kSparseAllReduce = 11,
   // A gradient hook's: several exchanges of bytes, behind one comparison.
   kCompressedAllReduce = 12,
+  // The steps in which a group's GPUs come to share memory.
+  kGpuSetup = 13,
 };
-inline constexpr std::uint8_t kCollectiveCount = 13;
+inline constexpr std::uint8_t kCollectiveCount = 14;
 
 const char* name_of(Collective collective) noexcept;
 // Whether its descriptions have a note. Where others are kept, the note's bytes may be an earlier call's.

@@ -212,6 +212,7 @@ class Connector {
       Node::publish(candidate_);
     }
     state_.node = candidate_;
+    state_.group_id = hellos[0].group_id;
     for (const Hello& hello : hellos) state_.members.push_back(candidate_->index_of(hello.process));
   }
 

@@ -15,6 +15,7 @@
 
 #include "common/deadline.h"
 #include "common/description.h"
+#include "common/descriptor.h"
 #include "common/dtype.h"
 #include "common/error.h"
 
@@ -126,6 +127,9 @@ class Group {
   // Compares descriptions and moves no data: a barrier, and the gate in front of what is
   // several collectives.
   void gate(const Description& call, const Deadline& deadline);
+
+  // Gives every rank a copy of `own`, and returns theirs, by rank; in this rank's own place there is none.
+  std::vector<Descriptor> exchange_descriptors(const Descriptor& own, const Deadline& deadline);
 
   // Takes a number for a call that this rank refuses and tells the peers, so that they raise an
   // error too instead of waiting. Does not wait for them, unless a dozen refused calls in a row are

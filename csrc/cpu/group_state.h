@@ -54,7 +54,8 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   std::string why_not;
   std::string why_no_arenas;  // the same emptiness on all ranks: if not empty, no call uses arenas
   std::shared_ptr<Node> node;
-  std::vector<int> members;  // rank in the group -> member of the node
+  std::vector<int> members;    // rank in the group -> member of the node
+  std::uint64_t group_id = 0;  // random, the same on all ranks
   Geometry geometry;
   Segment own;
   std::vector<Segment> mapped;             // by rank; empty for oneself
@@ -172,6 +173,11 @@ class Call final : public WaitCheck {
   int world_size() const { return state_.world_size(); }
 
   void check(const std::atomic<std::uint64_t>& word, std::uint64_t target) override;
+  // The same for a wait on `peer`.
+  void check_peer(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target) {
+    awaited_ = peer;
+    check(word, target);
+  }
 
  private:
   void await(int peer, const std::atomic<std::uint64_t>& word, std::uint64_t target);

@@ -150,7 +150,8 @@ struct ReduceShardArgs {
 template <class Code, int kBlock>
 struct ReduceShard {
   static constexpr int kThreads = kBucketThreads;
-  static constexpr int kBlocksPerMultiprocessor = kBucketBlocksPerMultiprocessor<kBlock>;
+  // It keeps more beside a block's elements than the others do: whose turn it is, and who has spoken.
+  static constexpr int kBlocksPerMultiprocessor = kBlock <= 128 ? 3 : kBucketBlocksPerMultiprocessor<kBlock>;
   using Args = ReduceShardArgs;
 
   FCCL_KERNEL static void run(const Args& args) {

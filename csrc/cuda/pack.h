@@ -58,7 +58,7 @@ class Caster {
 
   FCCL_KERNEL typename To::Stored operator()(float value) {
     if (scaled_) value = codec::generic::with_one_nan<std::uint32_t>(value * scale_);
-    const typename To::Stored result = To::narrow(value);
+    typename To::Stored result = To::narrow(value);  // not const: nvcc 13.0 fails on a bit_cast of one
     const std::uint32_t magnitude = __builtin_bit_cast(std::uint32_t, To::widen(result)) & 0x7fffffffu;
     largest_ = codec::generic::larger_magnitude(largest_, magnitude);
     return result;

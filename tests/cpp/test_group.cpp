@@ -1,10 +1,14 @@
 // Collectives of the engine between real processes: values, sizes around every border, mismatches.
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <numeric>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -30,6 +34,63 @@ std::vector<std::size_t> interesting_counts(int ranks) {
   const std::size_t shot = g.one_shot_bytes / 4;
   const std::size_t chunk = g.chunk_bytes / 4;
   return {0, 1, 2, 31, 33, shot - 1, shot, shot + 1, chunk - 1, chunk, chunk + 1, 3 * chunk, 7 * chunk + 5};
+}
+
+// A pipe's end of each rank arrives at every other one, also from a peer that is a call ahead.
+TEST(Descriptors, ArriveByRankAndByCall) {
+  expect_ranks(3, [&](Group& group) {
+    for (int round = 0; round < 20; ++round) {
+      int ends[2];
+      require(::pipe(ends) == 0, "a pipe");
+      const Descriptor reading(ends[0]);
+      const Descriptor writing(ends[1]);
+      const std::vector<Descriptor> theirs = group.exchange_descriptors(writing, soon());
+      for (int rank = 0; rank < 3; ++rank) {
+        const Descriptor& to = theirs[static_cast<std::size_t>(rank)];
+        require(static_cast<bool>(to) == (rank != group.rank()), "one from each peer");
+        const char word[2] = {static_cast<char>('0' + group.rank()), static_cast<char>(round)};
+        if (to) require(::write(to.get(), word, 2) == 2, "it can be written to");
+      }
+      std::string heard;
+      for (int i = 0; i < 2; ++i) {
+        char word[2] = {};
+        require(::read(reading.get(), word, 2) == 2 && word[1] == static_cast<char>(round), "of this round");
+        heard += word[0];
+      }
+      std::sort(heard.begin(), heard.end());
+      require(heard == (group.rank() == 0   ? "12"
+                        : group.rank() == 1 ? "02"
+                                            : "01"),
+              "from each peer: " + heard);
+    }
+  });
+}
+
+TEST(Descriptors, ARankThatMakesAnotherCallIsNamed) {
+  const auto results = test::run_ranks(2, [&](Group& group) {
+    const Descriptor own(::dup(0));
+    if (group.rank() == 0) {
+      (void)group.exchange_descriptors(own, soon());
+    } else {
+      group.barrier(soon());
+    }
+  });
+  for (const auto& result : results) {
+    EXPECT_NE(result.message.find("rank 0 called gpu_setup"), std::string::npos) << result.message;
+    EXPECT_NE(result.message.find("rank 1 called barrier"), std::string::npos) << result.message;
+  }
+}
+
+TEST(Descriptors, APeerThatDiesIsNamed) {
+  const auto results = test::run_ranks(2, [&](Group& group) {
+    const Descriptor own(::dup(0));
+    if (group.rank() == 1) {
+      group.gate(Description::of(Collective::kGpuSetup, DType::kBytes, 0), soon());
+      ::_exit(3);  // it came, and sent nothing
+    }
+    (void)group.exchange_descriptors(own, soon());
+  });
+  EXPECT_NE(results[0].message.find("the process of rank 1 ended"), std::string::npos) << results[0].message;
 }
 
 class Collectives : public testing::TestWithParam<int> {};
