@@ -35,7 +35,7 @@ std::vector<Descriptor> Group::exchange_descriptors(const Descriptor& own, const
         received[static_cast<std::size_t>(peer)] =
             state.node->receive_descriptor(member(peer), tag, Deadline(), check);
       } catch (const Error& error) {
-        if (error.is_sticky() && error.kind() != ErrorKind::kPeerDied) throw;
+        if (error.kind() != ErrorKind::kSystem && error.kind() != ErrorKind::kPeerDied) throw;
         check();  // a process that has ended is named so, not by what its socket says
         // The others may have theirs: no way back to where all ranks agree.
         throw Error(ErrorKind::kPeerFailed, "fccl gpu_setup of " + state.where() + ": rank " +
