@@ -10,6 +10,7 @@
 #include "c10d/arena_tensors.h"
 #include "c10d/completion.h"
 #include "c10d/errors.h"
+#include "c10d/gpu_engine.h"
 #include "c10d/process.h"
 #include "cpu/arena.h"
 
@@ -38,11 +39,6 @@ c10::intrusive_ptr<::c10d::Store> incarnation_store(const FcclBackend::Config& c
   if (config.size == 1) return config.store;
   const std::int64_t number = config.store->add("fccl/incarnation/" + std::to_string(config.rank), 1);
   return c10::make_intrusive<::c10d::PrefixStore>("fccl/" + std::to_string(number), config.store);
-}
-
-c10::intrusive_ptr<::c10d::Store> inner_store(const c10::intrusive_ptr<::c10d::Store>& store,
-                                              const char* device) {
-  return c10::make_intrusive<::c10d::PrefixStore>(std::string("inner/") + device, store);
 }
 
 }  // namespace
@@ -111,6 +107,7 @@ void FcclBackend::release_resources() {
     // A forked child has neither the threads nor the connections: leave everything as it lies.
     carrier_->forget();
     (void)cuda_inner_.release();
+    new std::shared_ptr<GpuEngine>(std::move(gpu_));
     (void)store_.release();
     new std::shared_ptr<Carrier>(std::move(carrier_));
     new std::shared_ptr<Executor>(std::move(executor_));
@@ -123,6 +120,7 @@ void FcclBackend::release_resources() {
   }
   carrier_.reset();
   executor_.reset();
+  gpu_.reset();
   cuda_inner_.reset();
 }
 
@@ -183,26 +181,6 @@ FcclBackend::Call FcclBackend::call(::c10d::OpType type, Collective collective, 
   return {type, collective, title, async, timeout};
 }
 
-::c10d::Backend& FcclBackend::cuda(const Call& c, const at::Tensor& tensor) {
-  std::lock_guard lock(cuda_mutex_);
-  if (!cuda_inner_) {
-    if (!cuda_factory_) {
-      refuse(c, Fault::kValue,
-             "the tensor is " + (tensor.defined() ? describe(tensor) : std::string("on cuda")) +
-                 ", expected a CPU tensor: this torch has no NCCL or sees no GPU");
-    }
-    cuda_inner_ = cuda_factory_(inner_store(store_, "cuda"));
-    if (getBoundDeviceId()) cuda_inner_->setBoundDeviceId(getBoundDeviceId());
-    bool coalescing = false;
-    {
-      std::lock_guard inner_lock(coalescing_mutex_);
-      coalescing = coalescing_ && coalescing_thread_ == std::this_thread::get_id();
-    }
-    if (coalescing) cuda_inner_->startCoalescing();
-  }
-  return *cuda_inner_;
-}
-
 c10::intrusive_ptr<FcclBackend::Options> FcclBackend::getBackendOptions() {
   auto options = c10::make_intrusive<Options>("fccl", std::chrono::milliseconds(timeout_ms_));
   options->group_name = group_name_;
@@ -236,6 +214,7 @@ void FcclBackend::abort() {
   } else if (!aborted_.exchange(true)) {
     failure_hooks_->run();  // a group of one rank
   }
+  if (const auto gpu = gpu_engine()) gpu->group().abort("abort() was called there");
   std::lock_guard lock(cuda_mutex_);
   if (cuda_inner_) cuda_inner_->abort();
 }
@@ -262,6 +241,7 @@ void FcclBackend::shut_down(const std::string& why) {
   });
   if (cpu::Group* group = carrier_->group()) idle ? group->leave(why) : group->end_messages(why);
   if (carrier_->inner()) carrier_->inner()->shutdown();
+  if (const auto gpu = gpu_engine()) gpu->group().close(nullptr);
   std::lock_guard lock(cuda_mutex_);
   if (cuda_inner_) cuda_inner_->shutdown();
 }

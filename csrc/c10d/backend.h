@@ -26,6 +26,8 @@
 
 namespace fccl::c10d_backend {
 
+class GpuEngine;
+
 class FcclBackend final : public ::c10d::Backend {
  public:
   struct Config {
@@ -59,6 +61,10 @@ class FcclBackend final : public ::c10d::Backend {
   std::uint64_t zero_copy_count() const;
   std::string why_no_zero_copy() const;
   std::map<std::string, std::int64_t> collective_counts() const { return carrier_->counts(); }
+  // Why no CUDA tensor goes through fccl's own kernels; empty if some may, or if nobody knows yet.
+  std::string why_no_gpu_kernels() const;
+  // Makes the memory with which fccl's kernels can be captured into CUDA graphs; all ranks together.
+  void warm_up(const at::Device& device);
 
   // A gradient hook's exchange of a bucket: several exchanges of memory as one asynchronous call, so that
   // they have their place in the group's order, whatever is called meanwhile. The work's Future has `bucket`.
@@ -172,8 +178,21 @@ class FcclBackend final : public ::c10d::Backend {
   WorkPtr reduce_scatter_all(const Call& call, Tensors& outputs, Tensors& inputs, const ::c10d::ReduceOp& op);
   WorkPtr exchange(const Call& call, const Tensors& named, Tensors results, Tensors outputs, Tensors inputs);
 
+  // ---- CUDA tensors (cuda_calls.cpp) ----
   // The inner NCCL, made at the first CUDA tensor.
   ::c10d::Backend& cuda(const Call& call, const at::Tensor& tensor);
+  // One operation of the inner NCCL, in its turn beside fccl's own kernels.
+  using InnerCall = std::function<WorkPtr(::c10d::Backend& inner)>;
+  WorkPtr on_cuda(const Call& call, const at::Tensor& tensor, const InnerCall& inner);
+  // A collective by fccl's own kernels; null if it is the inner NCCL's. `op` is all_reduce's, `root`
+  // broadcast's.
+  WorkPtr by_kernel(const Call& call, const at::Tensor& input, const at::Tensor& output,
+                    const ::c10d::ReduceOp& op = ::c10d::ReduceOp::SUM, std::int64_t root = 0);
+  // The engine of these kernels, which all ranks make together at their first collective on CUDA tensors;
+  // null if there is none.
+  std::shared_ptr<GpuEngine> gpu_engine(const Call& call, const at::Tensor& tensor);
+  std::shared_ptr<GpuEngine> gpu_engine() const;
+  bool is_coalescing();
   // Checks the arguments; throws what torch should see.
   Call point_to_point(::c10d::OpType type, const char* title, const Tensors& tensors, int peer);
   WorkPtr begin_message(const Call& call, const at::Tensor& tensor, int peer, int tag);
@@ -188,6 +207,10 @@ class FcclBackend final : public ::c10d::Backend {
   InnerFactory cuda_factory_;
   std::mutex cuda_mutex_;
   BackendPtr cuda_inner_;
+  mutable std::mutex gpu_mutex_;
+  bool gpu_tried_ = false;
+  std::shared_ptr<GpuEngine> gpu_;
+  std::string why_no_gpu_kernels_;
   const std::shared_ptr<FailureHooks> failure_hooks_ = std::make_shared<FailureHooks>();
   std::shared_ptr<Carrier> carrier_;
   std::shared_ptr<Executor> executor_;

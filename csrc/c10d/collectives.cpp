@@ -3,6 +3,8 @@
 #include <utility>
 #include <vector>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "c10d/backend.h"
 
 namespace fccl::c10d_backend {
@@ -80,7 +82,10 @@ FcclBackend::WorkPtr FcclBackend::allreduce(Tensors& tensors, const ::c10d::Allr
   const Call c =
       call(OpType::ALLREDUCE, Collective::kAllReduce, "fccl:all_reduce", opts.asyncOp, opts.timeout);
   const at::Tensor& tensor = only(c, tensors, "input");
-  if (tensor.is_cuda()) return cuda(c, tensor).allreduce(tensors, opts);
+  if (tensor.is_cuda()) {
+    if (auto work = by_kernel(c, tensor, tensor, opts.reduceOp)) return work;
+    return on_cuda(c, tensor, [&](::c10d::Backend& inner) { return inner.allreduce(tensors, opts); });
+  }
   if (tensor.defined() && tensor.is_sparse()) return sparse_all_reduce(c, tensors, opts.reduceOp);
   check_dense(c, tensor, "input");
   check_written(c, tensor, "input");
@@ -96,7 +101,9 @@ FcclBackend::WorkPtr FcclBackend::allreduce_coalesced(Tensors& tensors,
   const Call c = call(OpType::ALLREDUCE_COALESCED, Collective::kAllReduce, "fccl:all_reduce_coalesced",
                       opts.asyncOp, opts.timeout);
   if (tensors.empty()) refuse(c, Fault::kValue, "no tensors, expected at least one");
-  if (tensors[0].is_cuda()) return cuda(c, tensors[0]).allreduce_coalesced(tensors, opts);
+  if (tensors[0].is_cuda())
+    return on_cuda(c, tensors[0],
+                   [&](::c10d::Backend& inner) { return inner.allreduce_coalesced(tensors, opts); });
   std::vector<Reduction> reductions;
   for (const at::Tensor& tensor : tensors) {
     check_dense(c, tensor, "input");
@@ -116,7 +123,10 @@ FcclBackend::WorkPtr FcclBackend::broadcast(Tensors& tensors, const ::c10d::Broa
   const Call c =
       call(OpType::BROADCAST, Collective::kBroadcast, "fccl:broadcast", opts.asyncOp, opts.timeout);
   const at::Tensor& tensor = only(c, tensors, "input");
-  if (tensor.is_cuda()) return cuda(c, tensor).broadcast(tensors, opts);
+  if (tensor.is_cuda()) {
+    if (auto work = by_kernel(c, tensor, tensor, ::c10d::ReduceOp::SUM, opts.rootRank)) return work;
+    return on_cuda(c, tensor, [&](::c10d::Backend& inner) { return inner.broadcast(tensors, opts); });
+  }
   check_dense(c, tensor, "input");
   check_root(c, opts.rootRank);
   const int root = static_cast<int>(opts.rootRank);
@@ -158,7 +168,8 @@ FcclBackend::WorkPtr FcclBackend::allgather(TensorLists& outputs, Tensors& input
       call(OpType::ALLGATHER, Collective::kAllGather, "fccl:all_gather", opts.asyncOp, opts.timeout);
   const at::Tensor& input = only(c, inputs, "input");
   check_length(c, outputs.size(), 1, "lists of output tensors");
-  if (input.is_cuda()) return cuda(c, input).allgather(outputs, inputs, opts);
+  if (input.is_cuda())
+    return on_cuda(c, input, [&](::c10d::Backend& inner) { return inner.allgather(outputs, inputs, opts); });
   return gather_all(c, outputs, inputs, outputs[0], true);
 }
 
@@ -166,7 +177,11 @@ FcclBackend::WorkPtr FcclBackend::_allgather_base(at::Tensor& output, at::Tensor
                                                   const ::c10d::AllgatherOptions& opts) {
   const Call c = call(OpType::_ALLGATHER_BASE, Collective::kAllGather, "fccl:all_gather_into_tensor",
                       opts.asyncOp, opts.timeout);
-  if (input.is_cuda()) return cuda(c, input)._allgather_base(output, input, opts);
+  if (input.is_cuda()) {
+    if (auto work = by_kernel(c, input, output)) return work;
+    return on_cuda(c, input,
+                   [&](::c10d::Backend& inner) { return inner._allgather_base(output, input, opts); });
+  }
   check_dense(c, input, "input");
   check_dense(c, output, "output");
   check_written(c, output, "output");
@@ -182,7 +197,9 @@ FcclBackend::WorkPtr FcclBackend::allgather_coalesced(TensorLists& outputs, Tens
   const Call c = call(OpType::ALLGATHER_COALESCED, Collective::kAllGather, "fccl:all_gather_coalesced",
                       opts.asyncOp, opts.timeout);
   if (inputs.empty()) refuse(c, Fault::kValue, "no tensors, expected at least one");
-  if (inputs[0].is_cuda()) return cuda(c, inputs[0]).allgather_coalesced(outputs, inputs, opts);
+  if (inputs[0].is_cuda())
+    return on_cuda(c, inputs[0],
+                   [&](::c10d::Backend& inner) { return inner.allgather_coalesced(outputs, inputs, opts); });
   // Comes as one list per rank; turned into one list per input.
   check_length(c, outputs.size(), static_cast<std::size_t>(size_), "lists of output tensors (one per rank)");
   TensorLists by_input(inputs.size());
@@ -200,7 +217,10 @@ FcclBackend::WorkPtr FcclBackend::allgather_into_tensor_coalesced(Tensors& outpu
   const Call c = call(OpType::COALESCED, Collective::kAllGather, "fccl:all_gather_into_tensor_coalesced",
                       opts.asyncOp, opts.timeout);
   if (inputs.empty()) refuse(c, Fault::kValue, "no tensors, expected at least one");
-  if (inputs[0].is_cuda()) return cuda(c, inputs[0]).allgather_into_tensor_coalesced(outputs, inputs, opts);
+  if (inputs[0].is_cuda())
+    return on_cuda(c, inputs[0], [&](::c10d::Backend& inner) {
+      return inner.allgather_into_tensor_coalesced(outputs, inputs, opts);
+    });
   check_length(c, outputs.size(), inputs.size(), "output tensors");
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     check_dense(c, inputs[i], "input");
@@ -223,8 +243,22 @@ FcclBackend::WorkPtr FcclBackend::exchange_bucket(const at::Tensor& bucket, Exch
 
 FcclBackend::WorkPtr FcclBackend::barrier(const ::c10d::BarrierOptions& opts) {
   const Call c = call(OpType::BARRIER, Collective::kBarrier, "fccl:barrier", opts.asyncOp, opts.timeout);
-  const bool on_cuda = (opts.device.has_value() && opts.device->is_cuda()) || !opts.device_ids.empty();
-  if (on_cuda && cuda_factory_) return cuda(c, {}).barrier(opts);
+  const bool names_cuda = (opts.device.has_value() && opts.device->is_cuda()) || !opts.device_ids.empty();
+  if (names_cuda && cuda_factory_) {
+    if (carrier_->mode() != Carrier::Mode::kEngine)
+      return on_cuda(c, {}, [&](::c10d::Backend& inner) { return inner.barrier(opts); });
+    // NCCL's is a collective whose end the host waits for. Waiting for the stream and then for the peers is
+    // as good, and needs no NCCL.
+    const c10::impl::VirtualGuardImpl cuda_guard(c10::kCUDA);
+    c10::Device device = cuda_guard.getDevice();
+    if (opts.device.has_value() && opts.device->is_cuda() && opts.device->has_index()) {
+      device = *opts.device;
+    } else if (!opts.device_ids.empty()) {
+      device = {c10::kCUDA, static_cast<c10::DeviceIndex>(opts.device_ids[0])};
+    }
+    const GilRelease unlocked;
+    cuda_guard.synchronizeStream(cuda_guard.getStream(device));
+  }
   return submit(c, {}, {}, [](Carrier& carrier, const Deadline& deadline) { carrier.barrier(deadline); });
 }
 

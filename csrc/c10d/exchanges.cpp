@@ -62,7 +62,8 @@ FcclBackend::WorkPtr FcclBackend::gather(TensorLists& outputs, Tensors& inputs,
                                          const ::c10d::GatherOptions& opts) {
   const Call c = call(OpType::GATHER, Collective::kGather, "fccl:gather", opts.asyncOp, opts.timeout);
   const at::Tensor& input = only(c, inputs, "input");
-  if (input.is_cuda()) return cuda(c, input).gather(outputs, inputs, opts);
+  if (input.is_cuda())
+    return on_cuda(c, input, [&](::c10d::Backend& inner) { return inner.gather(outputs, inputs, opts); });
   check_dense(c, input, "input");
   check_root(c, opts.rootRank);
   const int root = static_cast<int>(opts.rootRank);
@@ -93,7 +94,9 @@ FcclBackend::WorkPtr FcclBackend::gather(TensorLists& outputs, Tensors& inputs,
 FcclBackend::WorkPtr FcclBackend::gather_single(at::Tensor& output, at::Tensor& input,
                                                 const ::c10d::GatherOptions& opts) {
   const Call c = call(OpType::GATHER, Collective::kGather, "fccl:gather_single", opts.asyncOp, opts.timeout);
-  if (input.is_cuda()) return cuda(c, input).gather_single(output, input, opts);
+  if (input.is_cuda())
+    return on_cuda(c, input,
+                   [&](::c10d::Backend& inner) { return inner.gather_single(output, input, opts); });
   check_dense(c, input, "input");
   check_root(c, opts.rootRank);
   const int root = static_cast<int>(opts.rootRank);
@@ -132,7 +135,8 @@ FcclBackend::WorkPtr FcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                           const ::c10d::ScatterOptions& opts) {
   const Call c = call(OpType::SCATTER, Collective::kScatter, "fccl:scatter", opts.asyncOp, opts.timeout);
   const at::Tensor& output = only(c, outputs, "output");
-  if (output.is_cuda()) return cuda(c, output).scatter(outputs, inputs, opts);
+  if (output.is_cuda())
+    return on_cuda(c, output, [&](::c10d::Backend& inner) { return inner.scatter(outputs, inputs, opts); });
   check_dense(c, output, "output");
   check_written(c, output, "output");
   check_root(c, opts.rootRank);
@@ -189,7 +193,10 @@ FcclBackend::WorkPtr FcclBackend::alltoall_base(at::Tensor& output, at::Tensor& 
                                                 const ::c10d::AllToAllOptions& opts) {
   const Call c = call(OpType::ALLTOALL_BASE, Collective::kAllToAll, "fccl:all_to_all_single", opts.asyncOp,
                       opts.timeout);
-  if (input.is_cuda()) return cuda(c, input).alltoall_base(output, input, output_splits, input_splits, opts);
+  if (input.is_cuda())
+    return on_cuda(c, input, [&](::c10d::Backend& inner) {
+      return inner.alltoall_base(output, input, output_splits, input_splits, opts);
+    });
   const auto pieces = [&](const at::Tensor& tensor, const std::vector<std::int64_t>& splits,
                           const char* what) {
     check_dense(c, tensor, what);
@@ -233,7 +240,9 @@ FcclBackend::WorkPtr FcclBackend::alltoall(Tensors& outputs, Tensors& inputs,
   const Call c = call(OpType::ALLTOALL, Collective::kAllToAll, "fccl:all_to_all", opts.asyncOp, opts.timeout);
   check_length(c, inputs.size(), static_cast<std::size_t>(size_), "input tensors");
   check_length(c, outputs.size(), static_cast<std::size_t>(size_), "output tensors");
-  if (inputs[0].is_cuda()) return cuda(c, inputs[0]).alltoall(outputs, inputs, opts);
+  if (inputs[0].is_cuda())
+    return on_cuda(c, inputs[0],
+                   [&](::c10d::Backend& inner) { return inner.alltoall(outputs, inputs, opts); });
   for (std::size_t r = 0; r < inputs.size(); ++r) {
     check_dense(c, inputs[r], "input");
     check_dense(c, outputs[r], "output");

@@ -7,6 +7,7 @@
 
 #include "c10d/backend.h"
 #include "c10d/errors.h"
+#include "c10d/gpu_engine.h"
 #include "c10d/process.h"
 #include "cpu/point_to_point.h"
 
@@ -268,7 +269,9 @@ FcclBackend::WorkPtr FcclBackend::track(WorkPtr work) {
 
 FcclBackend::WorkPtr FcclBackend::send(Tensors& tensors, int destination, int tag) {
   const Call c = point_to_point(OpType::SEND, "fccl:send", tensors, destination);
-  if (tensors[0].is_cuda()) return cuda(c, tensors[0]).send(tensors, destination, tag);
+  if (tensors[0].is_cuda())
+    return on_cuda(c, tensors[0],
+                   [&](::c10d::Backend& inner) { return inner.send(tensors, destination, tag); });
   if (carrier_->mode() == Carrier::Mode::kEngine) return begin_message(c, tensors[0], destination, tag);
   Tensors plain{readable(tensors[0])};
   return track(carrier_->inner()->send(plain, destination, tag));
@@ -277,7 +280,8 @@ FcclBackend::WorkPtr FcclBackend::send(Tensors& tensors, int destination, int ta
 FcclBackend::WorkPtr FcclBackend::recv(Tensors& tensors, int source, int tag) {
   const Call c = point_to_point(OpType::RECV, "fccl:recv", tensors, source);
   // Coalesced, if at all, by the inner one.
-  if (tensors[0].is_cuda()) return cuda(c, tensors[0]).recv(tensors, source, tag);
+  if (tensors[0].is_cuda())
+    return on_cuda(c, tensors[0], [&](::c10d::Backend& inner) { return inner.recv(tensors, source, tag); });
   if (carrier_->mode() == Carrier::Mode::kEngine) return begin_message(c, tensors[0], source, tag);
   if (is_plain(tensors[0])) return track(carrier_->inner()->recv(tensors, source, tag));
   Tensors plain{writable(tensors[0])};
@@ -287,7 +291,8 @@ FcclBackend::WorkPtr FcclBackend::recv(Tensors& tensors, int source, int tag) {
 
 FcclBackend::WorkPtr FcclBackend::recvAnysource(Tensors& tensors, int tag) {
   const Call c = point_to_point(OpType::RECVANYSOURCE, "fccl:recvAnySource", tensors, -1);
-  if (tensors[0].is_cuda()) return cuda(c, tensors[0]).recvAnysource(tensors, tag);
+  if (tensors[0].is_cuda())
+    return on_cuda(c, tensors[0], [&](::c10d::Backend& inner) { return inner.recvAnysource(tensors, tag); });
   if (carrier_->mode() == Carrier::Mode::kEngine) return begin_message(c, tensors[0], -1, tag);
   if (is_plain(tensors[0])) return track(carrier_->inner()->recvAnysource(tensors, tag));
   Tensors plain{writable(tensors[0])};
@@ -316,11 +321,15 @@ FcclBackend::WorkPtr FcclBackend::endCoalescing() {
     coalescing_ = false;
     works.swap(coalesced_);
   }
+  BackendPtr nccl;
   {
     std::lock_guard lock(cuda_mutex_);
-    if (cuda_inner_) {
-      if (auto work = cuda_inner_->endCoalescing()) works.push_back(std::move(work));
-    }
+    nccl = cuda_inner_;
+  }
+  if (nccl) {
+    const auto end = [&] { return nccl->endCoalescing(); };
+    const auto gpu = gpu_engine();
+    if (auto work = gpu ? gpu->in_turn(true, end) : end()) works.push_back(std::move(work));
   }
   return c10::make_intrusive<CoalescedWork>(rank_, std::move(works));
 }

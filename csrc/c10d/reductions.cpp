@@ -40,7 +40,8 @@ void reduce_scatter_one(Carrier& carrier, const at::Tensor& output, const std::v
 FcclBackend::WorkPtr FcclBackend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
   const Call c = call(OpType::REDUCE, Collective::kReduce, "fccl:reduce", opts.asyncOp, opts.timeout);
   const at::Tensor& tensor = only(c, tensors, "input");
-  if (tensor.is_cuda()) return cuda(c, tensor).reduce(tensors, opts);
+  if (tensor.is_cuda())
+    return on_cuda(c, tensor, [&](::c10d::Backend& inner) { return inner.reduce(tensors, opts); });
   check_dense(c, tensor, "input");
   check_root(c, opts.rootRank);
   const int root = static_cast<int>(opts.rootRank);
@@ -64,7 +65,9 @@ FcclBackend::WorkPtr FcclBackend::reduce_scatter(Tensors& outputs, TensorLists& 
                       opts.timeout);
   const at::Tensor& output = only(c, outputs, "output");
   check_length(c, inputs.size(), 1, "lists of input tensors");
-  if (output.is_cuda()) return cuda(c, output).reduce_scatter(outputs, inputs, opts);
+  if (output.is_cuda())
+    return on_cuda(c, output,
+                   [&](::c10d::Backend& inner) { return inner.reduce_scatter(outputs, inputs, opts); });
   check_length(c, inputs[0].size(), static_cast<std::size_t>(size_), "input tensors");
   check_dense(c, output, "output");
   check_written(c, output, "output");
@@ -116,7 +119,9 @@ FcclBackend::WorkPtr FcclBackend::_reduce_scatter_base(at::Tensor& output, at::T
                                                        const ::c10d::ReduceScatterOptions& opts) {
   const Call c = call(OpType::_REDUCE_SCATTER_BASE, Collective::kReduceScatter, "fccl:reduce_scatter_tensor",
                       opts.asyncOp, opts.timeout);
-  if (input.is_cuda()) return cuda(c, input)._reduce_scatter_base(output, input, opts);
+  if (input.is_cuda())
+    return on_cuda(c, input,
+                   [&](::c10d::Backend& inner) { return inner._reduce_scatter_base(output, input, opts); });
   Tensors outputs{output};
   Tensors inputs{input};
   return reduce_scatter_all(c, outputs, inputs, opts.reduceOp);
@@ -128,7 +133,9 @@ FcclBackend::WorkPtr FcclBackend::reduce_scatter_tensor_coalesced(Tensors& outpu
   const Call c = call(OpType::COALESCED, Collective::kReduceScatter, "fccl:reduce_scatter_tensor_coalesced",
                       opts.asyncOp, opts.timeout);
   if (!inputs.empty() && inputs[0].is_cuda()) {
-    return cuda(c, inputs[0]).reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+    return on_cuda(c, inputs[0], [&](::c10d::Backend& inner) {
+      return inner.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+    });
   }
   return reduce_scatter_all(c, outputs, inputs, opts.reduceOp);
 }

@@ -125,7 +125,8 @@ FcclBackend::WorkPtr FcclBackend::allreduce_sparse(Tensors& tensors, const ::c10
   const Call c = call(OpType::_ALLREDUCE_SPARSE, Collective::kSparseAllReduce, "fccl:all_reduce_sparse",
                       opts.asyncOp, opts.timeout);
   const at::Tensor& tensor = only(c, tensors, "input");
-  if (tensor.is_cuda()) return cuda(c, tensor).allreduce_sparse(tensors, opts);
+  if (tensor.is_cuda())
+    return on_cuda(c, tensor, [&](::c10d::Backend& inner) { return inner.allreduce_sparse(tensors, opts); });
   return sparse_all_reduce(c, tensors, opts.reduceOp);
 }
 

@@ -4,6 +4,8 @@
 #include <exception>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
 namespace fccl::c10d_backend {
 
 ::c10d::Store& StoreAdapter::connection() {
@@ -32,6 +34,11 @@ std::optional<std::string> StoreAdapter::try_get(const std::string& key) {
 void StoreAdapter::release() noexcept {
   std::lock_guard lock(mutex_);
   connection_.reset();
+}
+
+c10::intrusive_ptr<::c10d::Store> inner_store(const c10::intrusive_ptr<::c10d::Store>& store,
+                                              const char* device) {
+  return c10::make_intrusive<::c10d::PrefixStore>(std::string("inner/") + device, store);
 }
 
 }  // namespace fccl::c10d_backend

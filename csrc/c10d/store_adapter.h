@@ -31,4 +31,8 @@ class StoreAdapter final : public cpu::KeyValueStore {
   c10::intrusive_ptr<::c10d::Store> connection_;
 };
 
+// The part of a group's store that an inner backend for `device` has.
+c10::intrusive_ptr<::c10d::Store> inner_store(const c10::intrusive_ptr<::c10d::Store>& store,
+                                              const char* device);
+
 }  // namespace fccl::c10d_backend

@@ -31,6 +31,9 @@ class Chain {
   void leave(StreamHandle stream);
   void leave(StreamHandle stream, Join join);
 
+  // Whether the device is done with all that was put on streams themselves, graphs apart.
+  bool is_idle() const { return eager_.event == nullptr || runtime_.done(eager_.event); }
+
  private:
   struct Last {
     bool any = false;

@@ -160,6 +160,13 @@ class DeviceRuntime final : public Runtime {
     check(cudaStreamWaitEvent(native(stream), native_event(event), 0), "cudaStreamWaitEvent");
   }
 
+  bool done(EventHandle event) noexcept override {
+    const BesideCaptures beside;
+    const cudaError_t result = cudaEventQuery(native_event(event));
+    if (result != cudaSuccess && result != cudaErrorNotReady) cudaGetLastError();
+    return result != cudaErrorNotReady;
+  }
+
   std::uint64_t capture_of(StreamHandle stream) override {
     const OnDevice on(device_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "common/deadline.h"
 #include "cuda/all_reduce.h"
 #include "cuda/gather_broadcast.h"
 
@@ -36,6 +38,9 @@ std::uint64_t nanoseconds(std::chrono::milliseconds timeout) {
   return static_cast<std::uint64_t>(
       std::chrono::nanoseconds(std::min<std::chrono::milliseconds>(timeout, most)).count());
 }
+
+// How long close() waits for the peers' share of what is under way.
+constexpr auto kGrace = std::chrono::seconds(3);
 
 }  // namespace
 
@@ -161,6 +166,11 @@ void GpuGroup::warm_up(Peers& peers) {
   for_graphs_ = std::move(made);
 }
 
+bool GpuGroup::is_idle() const {
+  const std::lock_guard lock(mutex_);
+  return workspaces_ == nullptr || chain_.is_idle();
+}
+
 bool GpuGroup::is_warm() const {
   const std::lock_guard lock(mutex_);
   return for_graphs_ != nullptr;
@@ -224,6 +234,9 @@ void GpuGroup::abort(const std::string& why) noexcept {
 }
 
 void GpuGroup::close(Peers* peers) noexcept {
+  const Deadline grace = Deadline::after(kGrace);
+  while (!is_idle() && !grace.expired()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (!is_idle()) abort("it was closed while operations were under way");
   const std::lock_guard lock(mutex_);
   if (!failure_) failure_ = Error(ErrorKind::kAborted, "fccl: group '" + config_.name + "' was closed");
   for (auto* workspaces : {&workspaces_, &for_graphs_}) {

@@ -61,13 +61,15 @@ class GpuGroup {
   std::optional<Error> failure() const;
   // Fails the group: ends the kernels that wait here and on the peers.
   void abort(const std::string& why) noexcept;
-  // All ranks together; without peers if they will not come.
+  // Ends it: waits a few seconds for what is under way, and aborts what is left. All ranks together; without
+  // peers if they will not come.
   void close(Peers* peers) noexcept;
 
  private:
   GpuGroup(GpuGroupConfig config, int rank, Terms terms, std::unique_ptr<Workspaces> workspaces);
   std::optional<Error> failure_of(const Workspaces& workspaces) const;
   void throw_if_failed() const;
+  bool is_idle() const;
   Workspaces& workspaces_for(StreamHandle stream);
 
   const GpuGroupConfig config_;

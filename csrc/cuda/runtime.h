@@ -60,6 +60,8 @@ class Runtime {
   virtual void destroy_event(EventHandle event) noexcept = 0;
   virtual void record(EventHandle event, StreamHandle stream) = 0;
   virtual void wait(StreamHandle stream, EventHandle event) = 0;
+  // Whether the device has come to what was recorded last; never waits.
+  virtual bool done(EventHandle event) noexcept = 0;
   // Identifies the graph that the stream is being captured into; 0 if it is not.
   virtual std::uint64_t capture_of(StreamHandle stream) = 0;
 

@@ -83,6 +83,7 @@ class FakeRuntime final : public Runtime {
   int gpu = -1;                                    // which GPU this rank has; -1: one of its own
   std::map<StreamHandle, std::uint64_t> captures;  // streams that are being captured
   bool executes = true;
+  bool busy = false;  // the device is not done with what it was given
 
   // What it sees.
   std::vector<std::string> log;  // of streams, events and launches
@@ -90,6 +91,7 @@ class FakeRuntime final : public Runtime {
   int mappings = 0;
   int host_allocations = 0;
   int events = 0;
+  int pokes = 0;
   Session last_session{};
 
   DeviceFacts facts() override {
@@ -158,6 +160,7 @@ class FakeRuntime final : public Runtime {
   void wait(StreamHandle stream, EventHandle event) override {
     log.push_back(name(stream) + " waits for " + name(event));
   }
+  bool done(EventHandle) noexcept override { return !busy; }
   std::uint64_t capture_of(StreamHandle stream) override {
     const auto found = captures.find(stream);
     return found == captures.end() ? 0 : found->second;
@@ -177,6 +180,8 @@ class FakeRuntime final : public Runtime {
   }
   void load_kernels() override { fail_if(Fails::kLoad, "no such kernel image"); }
   void poke(std::uint32_t* at, std::uint32_t value) override {
+    ++pokes;
+    busy = false;
     std::atomic_ref<std::uint32_t>(*at).store(value, std::memory_order_relaxed);
   }
   void synchronise() noexcept override {}

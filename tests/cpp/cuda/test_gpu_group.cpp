@@ -427,6 +427,18 @@ TEST(GpuFailure, abort_ends_a_kernel_that_waits) {
   world.close();
 }
 
+// What nobody will finish is not waited for till its timeout; what is done is not disturbed.
+TEST(GpuFailure, closing_aborts_what_is_left) {
+  for (const bool busy : {false, true}) {
+    Quiet world;
+    world.call(1);
+    world.gpu().busy = busy;
+    world.gpu().pokes = 0;
+    world.close();
+    EXPECT_EQ(world.gpu().pokes, busy ? 2 : 0);  // of both ranks' abort words
+  }
+}
+
 // A peer that is gone may still have this rank's memory mapped.
 TEST(GpuFailure, without_a_meeting_only_counted_memory_is_freed) {
   for (const auto kind : {Export::Kind::kDescriptor, Export::Kind::kIpcHandle}) {

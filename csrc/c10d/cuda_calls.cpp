@@ -1,0 +1,130 @@
+// The backend's side of CUDA tensors: which engine gets a call.
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include "c10d/backend.h"
+#include "c10d/errors.h"
+#include "c10d/gpu_engine.h"
+#include "c10d/store_adapter.h"
+
+namespace fccl::c10d_backend {
+namespace {
+
+using ::c10d::OpType;
+
+// Until they have been measured on GPUs, fccl's own kernels are used by those who ask for them.
+bool kernels_wanted() {
+  const char* const value = std::getenv("FCCL_CUDA_KERNELS");
+  return value != nullptr && std::strcmp(value, "1") == 0;
+}
+
+bool is_plain_on_gpu(const at::Tensor& tensor, const c10::Device& device) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.device() == device &&
+         tensor.is_contiguous() && !tensor.is_quantized() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+}  // namespace
+
+::c10d::Backend& FcclBackend::cuda(const Call& c, const at::Tensor& tensor) {
+  std::lock_guard lock(cuda_mutex_);
+  if (!cuda_inner_) {
+    if (!cuda_factory_) {
+      refuse(c, Fault::kValue,
+             "the tensor is " + (tensor.defined() ? describe(tensor) : std::string("on cuda")) +
+                 ", expected a CPU tensor: this torch has no NCCL or sees no GPU");
+    }
+    cuda_inner_ = cuda_factory_(inner_store(store_, "cuda"));
+    if (getBoundDeviceId()) cuda_inner_->setBoundDeviceId(getBoundDeviceId());
+    if (is_coalescing()) cuda_inner_->startCoalescing();
+  }
+  return *cuda_inner_;
+}
+
+bool FcclBackend::is_coalescing() {
+  if (!coalescing_.load(std::memory_order_relaxed)) return false;
+  const std::lock_guard lock(coalescing_mutex_);
+  return coalescing_ && coalescing_thread_ == std::this_thread::get_id();
+}
+
+FcclBackend::WorkPtr FcclBackend::on_cuda(const Call& c, const at::Tensor& tensor, const InnerCall& inner) {
+  ::c10d::Backend& nccl = cuda(c, tensor);
+  const auto gpu = gpu_engine();
+  // What is coalesced happens at endCoalescing().
+  if (gpu == nullptr || is_coalescing()) return inner(nccl);
+  return gpu->in_turn(c.async, [&] { return inner(nccl); });
+}
+
+std::shared_ptr<GpuEngine> FcclBackend::gpu_engine() const {
+  const std::lock_guard lock(gpu_mutex_);
+  return gpu_;
+}
+
+std::string FcclBackend::why_no_gpu_kernels() const {
+  const std::lock_guard lock(gpu_mutex_);
+  return why_no_gpu_kernels_;
+}
+
+std::shared_ptr<GpuEngine> FcclBackend::gpu_engine(const Call& c, const at::Tensor& tensor) {
+  const std::lock_guard lock(gpu_mutex_);
+  if (gpu_tried_) return gpu_;
+  gpu_tried_ = true;
+  if (!kernels_wanted()) {
+    why_no_gpu_kernels_ = "FCCL_CUDA_KERNELS is not 1";
+  } else if (make_gpu_runtime(tensor.device()) == nullptr) {
+    why_no_gpu_kernels_ = "this build of fccl has no CUDA kernels";
+  } else if (carrier_->mode() != Carrier::Mode::kEngine) {
+    why_no_gpu_kernels_ = "the ranks share no memory: " + carrier_->why_inner();
+  }
+  if (!why_no_gpu_kernels_.empty()) return nullptr;
+  GpuEngine::Config config{tensor.device(), group_name_, std::chrono::milliseconds(timeout_ms_)};
+  const Call setup = call(OpType::BARRIER, Collective::kGpuSetup, "fccl:gpu_setup", false, c.timeout);
+  submit(setup, {}, {}, [&](Carrier& carrier, const Deadline& deadline) {
+    gpu_ = GpuEngine::connect(config, carrier, deadline, why_no_gpu_kernels_);
+  })->wait();
+  if (gpu_ == nullptr && rank_ == 0) {
+    warn("fccl: group " + group_name_ + " does not use its CUDA kernels: " + why_no_gpu_kernels_ +
+         ". Its CUDA collectives go through NCCL.");
+  }
+  return gpu_;
+}
+
+FcclBackend::WorkPtr FcclBackend::by_kernel(const Call& c, const at::Tensor& input, const at::Tensor& output,
+                                            const ::c10d::ReduceOp& op, std::int64_t root) {
+  if (is_coalescing()) return {};
+  const auto gpu = gpu_engine(c, input);
+  if (gpu == nullptr || !is_plain_on_gpu(input, gpu->device()) || !is_plain_on_gpu(output, gpu->device()))
+    return {};
+  Reduction reduction;
+  reduction.dtype = dtype_of(input.scalar_type());
+  if (c.collective == Collective::kAllReduce &&
+      (!plan_reduction(input.scalar_type(), op, reduction).empty() || reduction.premultiply)) {
+    return {};
+  }
+  if (c.collective == Collective::kBroadcast && (root < 0 || root >= size_)) return {};
+  if (c.collective == Collective::kAllGather &&
+      (output.numel() != input.numel() * size_ || output.scalar_type() != input.scalar_type())) {
+    return {};
+  }
+  cuda::GpuCall what;
+  what.collective = c.collective;
+  what.op = reduction.op;
+  what.dtype = reduction.dtype;
+  what.root = static_cast<std::int32_t>(root);
+  what.count = static_cast<std::uint64_t>(input.numel()) * reduction.per_element;
+  return gpu->run({what, input, output, c.type, c.title, c.async}, rank_);
+}
+
+void FcclBackend::warm_up(const at::Device& device) {
+  const Call c = call(OpType::BARRIER, Collective::kGpuSetup, "fccl:warm_up", false, ::c10d::kUnsetTimeout);
+  const auto gpu = gpu_engine(c, at::empty({0}, at::device(device)));
+  if (gpu == nullptr) return;
+  submit(c, {}, {}, [gpu](Carrier& carrier, const Deadline& deadline) {
+    gpu->warm_up(carrier, deadline);
+  })->wait();
+}
+
+}  // namespace fccl::c10d_backend

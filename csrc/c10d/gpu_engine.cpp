@@ -1,0 +1,103 @@
+#include "c10d/gpu_engine.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "c10d/errors.h"
+#include "c10d/gpu_peers.h"
+#include "c10d/gpu_work.h"
+
+namespace fccl::c10d_backend {
+namespace {
+
+bool is_on(const char* variable) {
+  const char* const value = std::getenv(variable);
+  return value != nullptr && std::strcmp(value, "1") == 0;
+}
+
+}  // namespace
+
+std::shared_ptr<GpuEngine> GpuEngine::connect(const Config& config, Carrier& carrier,
+                                              const Deadline& deadline, std::string& why_not) {
+  CarrierPeers peers(carrier, deadline);
+  peers.barrier();
+  cuda::GpuGroupConfig gpu;
+  gpu.runtime = make_gpu_runtime(config.device);
+  gpu.name = config.group_name;
+  gpu.timeout = config.timeout;
+  gpu.deterministic = is_on("FCCL_CUDA_DETERMINISTIC");
+  auto group = cuda::GpuGroup::connect(std::move(gpu), peers, why_not);
+  if (group == nullptr) return nullptr;
+  return std::make_shared<GpuEngine>(config.device, std::move(group));
+}
+
+GpuEngine::GpuEngine(c10::Device device, std::unique_ptr<cuda::GpuGroup> group)
+    : device_(device),
+      group_(std::move(group)),
+      side_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
+
+void GpuEngine::warm_up(Carrier& carrier, const Deadline& deadline) {
+  CarrierPeers peers(carrier, deadline);
+  peers.barrier();
+  group_->warm_up(peers);
+}
+
+c10::Stream GpuEngine::current() const {
+  return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+}
+
+c10::Stream GpuEngine::side_stream() {
+  c10::Event before(device_.type());
+  before.record(current());
+  before.block(side_);
+  return side_;
+}
+
+GpuEngine::WorkPtr GpuEngine::run(const Operation& operation, int rank) {
+  // Settled on the caller's stream: whether that is being captured holds for the other one too.
+  const cuda::LaunchPlan plan = group_->plan(operation.call, current().native_handle());
+  if (plan.algorithm == cuda::Algorithm::kInner) return {};
+  const c10::Stream stream = operation.async ? side_stream() : current();
+  const c10::StreamGuard guard(stream);  // an operation before that joins the current stream means this one
+  try {
+    group_->launch(plan, operation.call, operation.input.const_data_ptr(),
+                   operation.output.mutable_data_ptr(), stream.native_handle());
+  } catch (const Error& error) {
+    throw_as_torch(error);
+  }
+  return c10::make_intrusive<GpuWork>(rank, operation.type, operation.title, shared_from_this(), stream,
+                                      std::vector<at::Tensor>{operation.output},
+                                      std::vector<at::Tensor>{operation.input, operation.output});
+}
+
+GpuEngine::WorkPtr GpuEngine::in_turn(bool async, const std::function<WorkPtr()>& inner) {
+  if (const auto failure = group_->failure()) throw_as_torch(*failure);
+  if (!async) {
+    const c10::StreamGuard guard(current());
+    group_->enter_inner(current().native_handle());
+    WorkPtr work = inner();
+    group_->leave_inner(current().native_handle());
+    return work;
+  }
+  // The inner engine's stream waits for the one that is current at the call. That is not the caller's, or the
+  // caller's next kernels would wait for the group's operation before.
+  const c10::Stream stream = side_stream();
+  const c10::StreamGuard guard(stream);
+  group_->enter_inner(stream.native_handle());
+  WorkPtr work = inner();
+  const auto future = work ? work->getFuture() : nullptr;
+  if (future) {
+    // Makes the current stream wait, not the host: such a Future is complete as soon as it is made.
+    group_->leave_inner(stream.native_handle(), [future](cuda::StreamHandle) { future->wait(); });
+  } else {
+    group_->leave_inner(stream.native_handle());
+  }
+  return work;
+}
+
+}  // namespace fccl::c10d_backend

@@ -1,0 +1,70 @@
+// What fccl does itself for a group's CUDA tensors: collectives by its own kernels where the launch policy
+// says so, and the order between these and the inner NCCL's.
+//
+// Streams are as ProcessGroupNCCL has them: a synchronous call is put on the caller's current stream; an
+// asynchronous one on a stream of the engine's, which waits for the caller's, with its tensors kept alive
+// until wait(), which makes the then current stream wait for the end. Nothing here blocks the host.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "c10d/carrier.h"
+#include "cuda/gpu_group.h"
+
+namespace fccl::c10d_backend {
+
+// The runtime of a CUDA device; null in builds without CUDA.
+std::shared_ptr<cuda::Runtime> make_gpu_runtime(c10::Device device);
+
+class GpuEngine : public std::enable_shared_from_this<GpuEngine> {
+ public:
+  using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
+  struct Config {
+    c10::Device device{c10::kCUDA, 0};
+    std::string group_name;
+    std::chrono::milliseconds timeout{};
+  };
+
+  // The body of a call of the group, on all ranks together. Null on all if their GPUs cannot work together.
+  static std::shared_ptr<GpuEngine> connect(const Config& config, Carrier& carrier, const Deadline& deadline,
+                                            std::string& why_not);
+  GpuEngine(c10::Device device, std::unique_ptr<cuda::GpuGroup> group);
+
+  // The same, for CUDA graphs: see GpuGroup::warm_up().
+  void warm_up(Carrier& carrier, const Deadline& deadline);
+
+  c10::Device device() const noexcept { return device_; }
+  cuda::GpuGroup& group() noexcept { return *group_; }
+
+  struct Operation {
+    cuda::GpuCall call;
+    at::Tensor input;   // plain, on this device
+    at::Tensor output;  // the same; may be the input
+    ::c10d::OpType type;
+    const char* title;
+    bool async;
+  };
+  // Null if the operation is the inner engine's.
+  WorkPtr run(const Operation& operation, int rank);
+  // Calls `inner`, which makes one operation of the inner engine, when its turn has come.
+  WorkPtr in_turn(bool async, const std::function<WorkPtr()>& inner);
+
+ private:
+  c10::Stream current() const;
+  // Makes the engine's stream wait for what is on the current one.
+  c10::Stream side_stream();
+
+  const c10::Device device_;
+  const std::unique_ptr<cuda::GpuGroup> group_;
+  const c10::Stream side_;
+};
+
+}  // namespace fccl::c10d_backend
