@@ -101,7 +101,20 @@ void bind_backend(py::module_& m) {
       .def_property_readonly("why_no_zero_copy", &FcclBackend::why_no_zero_copy,
                              "Why no collective of this group can do without copies; empty if some may.")
       .def("collective_counts", &FcclBackend::collective_counts,
-           "Finished collectives on CPU tensors, by name.");
+           "Finished collectives on CPU tensors, by name.")
+      .def_property_readonly(
+          "why_no_gpu_kernels", &FcclBackend::why_no_gpu_kernels,
+          "Why no CUDA tensor goes through fccl's own kernels; empty if some may, or before "
+          "the first collective on CUDA tensors.")
+      .def("gpu_launch_counts", &FcclBackend::gpu_launch_counts,
+           "Launches of fccl's own kernels in this group, by kernel.")
+      .def(
+          "warm_up",
+          [](FcclBackend& backend, std::int64_t device) {
+            backend.warm_up(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+          },
+          py::arg("device"), py::call_guard<py::gil_scoped_release>(),
+          "Makes what fccl's kernels need to be captured into CUDA graphs. Collective.");
 
   m.def("shutdown_all", &FcclBackend::shutdown_all, py::arg("why"), py::call_guard<py::gil_scoped_release>(),
         "Shuts down every fccl backend of this process, at exit; peers that wait are told why.");

@@ -63,6 +63,7 @@ class FcclBackend final : public ::c10d::Backend {
   std::map<std::string, std::int64_t> collective_counts() const { return carrier_->counts(); }
   // Why no CUDA tensor goes through fccl's own kernels; empty if some may, or if nobody knows yet.
   std::string why_no_gpu_kernels() const;
+  std::map<std::string, std::int64_t> gpu_launch_counts() const;
   // Makes the memory with which fccl's kernels can be captured into CUDA graphs; all ranks together.
   void warm_up(const at::Device& device);
 

@@ -68,6 +68,11 @@ std::string FcclBackend::why_no_gpu_kernels() const {
   return why_no_gpu_kernels_;
 }
 
+std::map<std::string, std::int64_t> FcclBackend::gpu_launch_counts() const {
+  const auto gpu = gpu_engine();
+  return gpu ? gpu->group().launch_counts() : std::map<std::string, std::int64_t>();
+}
+
 std::shared_ptr<GpuEngine> FcclBackend::gpu_engine(const Call& c, const at::Tensor& tensor) {
   const std::lock_guard lock(gpu_mutex_);
   if (gpu_tried_) return gpu_;

@@ -142,6 +142,14 @@ void GpuGroup::launch(const LaunchPlan& plan, const GpuCall& call, const void* i
       throw Error(ErrorKind::kInvalid, "fccl " + call.to_string() + ": planned for the inner engine");
   }
   chain_.leave(stream);
+  ++launches_[plan.algorithm];
+}
+
+std::map<std::string, std::int64_t> GpuGroup::launch_counts() const {
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, std::int64_t> counts;
+  for (const auto& [algorithm, count] : launches_) counts[name_of(algorithm)] = count;
+  return counts;
 }
 
 void GpuGroup::enter_inner(StreamHandle stream) {

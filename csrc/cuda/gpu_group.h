@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -49,6 +50,9 @@ class GpuGroup {
   void launch(const LaunchPlan& plan, const GpuCall& call, const void* input, void* output,
               StreamHandle stream);
 
+  // Launches so far, by kernel: "one-shot all_reduce" …
+  std::map<std::string, std::int64_t> launch_counts() const;
+
   // Around an operation of the inner engine, which takes its turn: see chain.h.
   void enter_inner(StreamHandle stream);
   void leave_inner(StreamHandle stream, Chain::Join join = nullptr);
@@ -81,6 +85,7 @@ class GpuGroup {
   // so they must not share generations with them. Outlives the group once a graph has it.
   std::unique_ptr<Workspaces> for_graphs_;
   Chain chain_;
+  std::map<Algorithm, std::int64_t> launches_;
   mutable std::optional<Error> failure_;
 };
 

@@ -58,8 +58,9 @@ class Caster {
 
   FCCL_KERNEL typename To::Stored operator()(float value) {
     if (scaled_) value = codec::generic::with_one_nan<std::uint32_t>(value * scale_);
-    typename To::Stored result = To::narrow(value);  // not const: nvcc 13.0 fails on a bit_cast of one
-    const std::uint32_t magnitude = __builtin_bit_cast(std::uint32_t, To::widen(result)) & 0x7fffffffu;
+    const typename To::Stored result = To::narrow(value);
+    // Not const: nvcc 13.0 tries to find such a constant's value at compile time, and fails on the cast.
+    std::uint32_t magnitude = __builtin_bit_cast(std::uint32_t, To::widen(result)) & 0x7fffffffu;
     largest_ = codec::generic::larger_magnitude(largest_, magnitude);
     return result;
   }

@@ -6,6 +6,7 @@
 - ``empty``, ``zeros``, ``empty_like``: tensors in memory that the ranks share; ``is_shared``, ``memory_stats``,
   ``release_cached``: about them; ``shared_buckets``: for the gradients of ``DistributedDataParallel``
 - ``hooks``: gradient hooks in C++
+- ``cuda``: fccl's own kernels on GPUs
 - ``lightning``, ``pytorch_lightning``: strategies
 - ``all_reduce``, ``all_gather_into_tensor``, ``broadcast``, ``barrier``: torch's, without the microseconds that its
   Python wrapper takes
@@ -23,6 +24,7 @@ from fccl._version import __version__
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from fccl import cuda as cuda
     from fccl import hooks as hooks
     from fccl._C import FcclBackend
     from fccl.direct import all_gather_into_tensor as all_gather_into_tensor
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from fccl.memory import zeros as zeros
 
 # Loaded when first used: the registration path stays light, because torch runs it at `import torch`.
-_LAZY_MODULES = ("direct", "hooks", "lightning", "memory", "pytorch_lightning", "bench")
+_LAZY_MODULES = ("cuda", "direct", "hooks", "lightning", "memory", "pytorch_lightning", "bench")
 _LAZY_FUNCTIONS = {
     "all_gather_into_tensor": "direct",
     "all_reduce": "direct",
@@ -80,8 +82,8 @@ def backend_of(group: ProcessGroup | None = None) -> FcclBackend:
         group: A process group made with fccl; the default group if None.
 
     Returns:
-        The backend, with ``engine``, ``why_inner``, ``zero_copy_count``, ``why_no_zero_copy`` and
-        ``collective_counts()``.
+        The backend, with ``engine``, ``why_inner``, ``zero_copy_count``, ``why_no_zero_copy``,
+        ``collective_counts()``, ``why_no_gpu_kernels`` and ``gpu_launch_counts()``.
 
     Raises:
         ValueError: The group does not use fccl, there is no default group, or this rank is not in

@@ -112,6 +112,9 @@ TEST(GpuGroup, collectives_are_right) {
             ASSERT_EQ(gathered[i], static_cast<std::int64_t>(i / count));
         }
         EXPECT_FALSE(group.failure().has_value());
+        EXPECT_EQ(group.launch_counts(),
+                  (std::map<std::string, std::int64_t>{
+                      {"one-shot all_reduce", 6}, {"broadcast", 3}, {"one-shot all_gather", 3}}));
       });
       world.close();
       world.expect_nothing_left();
