@@ -10,13 +10,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <functional>
 #include <map>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "c10d/backend.h"
+#include "c10d/gpu_engine.h"
 #include "c10d/process.h"
 #include "cpu/group.h"
 
@@ -76,6 +79,26 @@ c10::intrusive_ptr<FcclBackend> make_backend(c10::intrusive_ptr<::c10d::Store> s
   return FcclBackend::create(std::move(config));
 }
 
+// Each looked up when it is called: a group without GPUs never loads the module.
+template <class Result, class... Arguments>
+std::function<Result(Arguments...)> of_probe(const char* name) {
+  return [name](Arguments... arguments) -> Result {
+    const py::gil_scoped_acquire gil;
+    const py::object result = py::module_::import("fccl._gpu_probe").attr(name)(arguments...);
+    if constexpr (!std::is_void_v<Result>) return result.cast<Result>();
+  };
+}
+
+c10d_backend::GpuProbe python_probe() {
+  c10d_backend::GpuProbe probe;
+  probe.is_wanted = of_probe<bool>("is_wanted");
+  probe.is_proven = of_probe<bool, const std::string&>("is_proven");
+  probe.make_rendezvous = of_probe<std::string>("make_rendezvous");
+  probe.remove_rendezvous = of_probe<void, const std::string&>("remove_rendezvous");
+  probe.run = of_probe<std::string, const std::string&, int, int, int, const std::string&>("run");
+  return probe;
+}
+
 }  // namespace
 
 void bind_backend(py::module_& m) {
@@ -85,6 +108,7 @@ void bind_backend(py::module_& m) {
   c10d_backend::set_interrupt_check(raise_interrupt);
   cpu::set_interrupt_check(c10d_backend::check_interrupt);
   c10d_backend::set_warning_sink(warn_user);
+  c10d_backend::set_gpu_probe(python_probe());
 
   py::class_<FcclBackend, ::c10d::Backend, c10::intrusive_ptr<FcclBackend>>(
       m, "FcclBackend", "The c10d backend of one process group.")

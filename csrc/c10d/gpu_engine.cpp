@@ -11,6 +11,7 @@
 #include "c10d/errors.h"
 #include "c10d/gpu_peers.h"
 #include "c10d/gpu_work.h"
+#include "common/text.h"
 
 namespace fccl::c10d_backend {
 namespace {
@@ -20,7 +21,60 @@ bool is_on(const char* variable) {
   return value != nullptr && std::strcmp(value, "1") == 0;
 }
 
+GpuProbe& probe_of_process() {
+  static auto* probe = new GpuProbe();
+  return *probe;
+}
+
+// Names the GPUs in the order of their ranks, what drives them, and what runs on them.
+std::string key_of(std::span<const cuda::RankTerms> ranks) {
+  std::string key = "protocol " + std::to_string(cuda::kProtocolVersion);
+  for (const cuda::RankTerms& rank : ranks) {
+    key += "; ";
+    for (const unsigned char byte : rank.device.uuid) {
+      constexpr const char* kDigits = "0123456789abcdef";
+      key += kDigits[byte / 16];
+      key += kDigits[byte % 16];
+    }
+    key += " driver " + std::to_string(rank.device.driver);
+  }
+  return key;
+}
+
+// What a rank brings to a trial. Fixed layout.
+struct TrialTerms {
+  std::uint8_t wanted = 0;
+  std::uint8_t proven = 0;
+  char path[510] = {};  // where the children meet: rank 0's
+};
+
+std::string try_links(const GpuProbe& probe, c10::Device device, cuda::Peers& peers,
+                      std::span<const cuda::RankTerms> ranks) {
+  const std::string key = key_of(ranks);
+  TrialTerms own;
+  own.wanted = probe.is_wanted() ? 1 : 0;
+  own.proven = probe.is_proven(key) ? 1 : 0;
+  const std::string path = peers.rank() == 0 ? probe.make_rendezvous() : std::string();
+  copy_text(path, own.path);
+  const std::vector<std::byte> bytes =
+      peers.all_gather({reinterpret_cast<const std::byte*>(&own), sizeof(own)});
+  std::vector<TrialTerms> all(ranks.size());
+  std::memcpy(all.data(), bytes.data(), all.size() * sizeof(TrialTerms));
+  bool needed = false;
+  for (const TrialTerms& each : all) needed = needed || (each.wanted != 0 && each.proven == 0);
+  std::string why;
+  if (needed) {
+    make_printable(all[0].path);
+    why = probe.run(key, peers.rank(), peers.size(), device.index(), all[0].path);
+  }
+  peers.barrier();  // nobody's child needs the place any more
+  if (peers.rank() == 0) probe.remove_rendezvous(path);
+  return why;
+}
+
 }  // namespace
+
+void set_gpu_probe(GpuProbe probe) { probe_of_process() = std::move(probe); }
 
 std::shared_ptr<GpuEngine> GpuEngine::connect(const Config& config, Carrier& carrier,
                                               const Deadline& deadline, std::string& why_not) {
@@ -31,6 +85,11 @@ std::shared_ptr<GpuEngine> GpuEngine::connect(const Config& config, Carrier& car
   gpu.name = config.group_name;
   gpu.timeout = config.timeout;
   gpu.deterministic = is_on("FCCL_CUDA_DETERMINISTIC");
+  if (const GpuProbe& probe = probe_of_process(); probe.run) {
+    gpu.prove = [&](const cuda::Terms&, std::span<const cuda::RankTerms> ranks) {
+      return try_links(probe, config.device, peers, ranks);
+    };
+  }
   auto group = cuda::GpuGroup::connect(std::move(gpu), peers, why_not);
   if (group == nullptr) return nullptr;
   return std::make_shared<GpuEngine>(config.device, std::move(group));

@@ -23,6 +23,18 @@ namespace fccl::c10d_backend {
 // The runtime of a CUDA device; null in builds without CUDA.
 std::shared_ptr<cuda::Runtime> make_gpu_runtime(c10::Device device);
 
+// Tries the links between a group's GPUs in processes of their own (python/fccl/_gpu_probe.py). Set once, by
+// the bindings; unset: the driver is believed.
+struct GpuProbe {
+  std::function<bool()> is_wanted;
+  std::function<bool(const std::string& key)> is_proven;
+  std::function<std::string()> make_rendezvous;
+  std::function<void(const std::string& path)> remove_rendezvous;
+  std::function<std::string(const std::string& key, int rank, int size, int device, const std::string& path)>
+      run;
+};
+void set_gpu_probe(GpuProbe probe);
+
 class GpuEngine : public std::enable_shared_from_this<GpuEngine> {
  public:
   using WorkPtr = c10::intrusive_ptr<::c10d::Work>;

@@ -72,7 +72,7 @@ std::unique_ptr<GpuGroup> GpuGroup::connect(GpuGroupConfig config, Peers& peers,
   }
   if (config.prove) {
     why_not = jointly(peers, [&] {
-      const std::string why = config.prove(terms);
+      const std::string why = config.prove(terms, all);
       if (!why.empty()) throw Error(ErrorKind::kSystem, why);
     });
     if (!why_not.empty()) return nullptr;

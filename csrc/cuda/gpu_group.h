@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "common/error.h"
@@ -28,9 +29,9 @@ struct GpuGroupConfig {
   std::uint64_t half_bytes = std::uint64_t{8} << 20;
   bool deterministic = false;
   bool float32_accumulation = false;
-  // Tests what the driver says of the links, before anything relies on it; returns why not, or nothing. Null:
-  // the driver is believed.
-  std::function<std::string(const Terms&)> prove;
+  // Tests what the driver says of the links, before anything relies on it; all ranks together. Returns why
+  // not, or nothing. Null: the driver is believed.
+  std::function<std::string(const Terms& terms, std::span<const RankTerms> ranks)> prove;
 };
 
 // Thread-safe, except that calls of one group are made in one order on all ranks, which is the callers' to

@@ -171,7 +171,8 @@ TEST(GpuGroup, one_rank_that_cannot_is_enough) {
 TEST(GpuGroup, a_link_must_prove_itself) {
   Group world(2);
   world.connect([](int rank, GpuGroupConfig& config) {
-    config.prove = [rank](const Terms& terms) {
+    config.prove = [rank](const Terms& terms, std::span<const RankTerms> ranks) {
+      EXPECT_EQ(ranks.size(), 2u);
       EXPECT_EQ(terms.link, Link::kNvlink);
       return rank == 1 ? std::string("stores to rank 0 did not arrive") : std::string();
     };
