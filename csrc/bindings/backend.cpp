@@ -127,10 +127,11 @@ void bind_backend(py::module_& m) {
       .def("collective_counts", &FcclBackend::collective_counts,
            "Finished collectives on CPU tensors, by name.")
       .def_property_readonly(
-          "why_no_gpu_kernels", &FcclBackend::why_no_gpu_kernels,
+          "why_no_gpu_kernels",
+          py::cpp_function(&FcclBackend::why_no_gpu_kernels, py::call_guard<py::gil_scoped_release>()),
           "Why no CUDA tensor goes through fccl's own kernels; empty if some may, or before "
           "the first collective on CUDA tensors.")
-      .def("gpu_launch_counts", &FcclBackend::gpu_launch_counts,
+      .def("gpu_launch_counts", &FcclBackend::gpu_launch_counts, py::call_guard<py::gil_scoped_release>(),
            "Launches of fccl's own kernels in this group, by kernel.")
       .def(
           "warm_up",

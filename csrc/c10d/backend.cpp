@@ -91,7 +91,11 @@ FcclBackend::FcclBackend(Config config)
     carrier_ = std::make_shared<Carrier>(
         config.rank, config.size, group_name_, store_,
         [make = config.cpu_factory](const auto& store) { return make(inner_store(store, "cpu")); },
-        config.timeout, [hooks = failure_hooks_] { hooks->run(); });
+        config.timeout,
+        [hooks = failure_hooks_, gpu = gpu_] {
+          fail(*gpu);
+          hooks->run();
+        });
   } catch (const Error& error) {
     throw_as_torch(error);
   }
@@ -107,7 +111,7 @@ void FcclBackend::release_resources() {
     // A forked child has neither the threads nor the connections: leave everything as it lies.
     carrier_->forget();
     (void)cuda_inner_.release();
-    new std::shared_ptr<GpuEngine>(std::move(gpu_));
+    new std::shared_ptr<GpuEngine>(gpu_engine());
     (void)store_.release();
     new std::shared_ptr<Carrier>(std::move(carrier_));
     new std::shared_ptr<Executor>(std::move(executor_));
@@ -120,7 +124,10 @@ void FcclBackend::release_resources() {
   }
   carrier_.reset();
   executor_.reset();
-  gpu_.reset();
+  {
+    const std::lock_guard lock(gpu_->mutex);
+    gpu_->engine.reset();
+  }
   cuda_inner_.reset();
 }
 
@@ -196,7 +203,8 @@ void FcclBackend::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 ::c10d::ErrorType FcclBackend::getError() {
-  const auto failure = carrier_->group() != nullptr ? carrier_->group()->failure() : std::nullopt;
+  auto failure = carrier_->group() != nullptr ? carrier_->group()->failure() : std::nullopt;
+  if (const auto gpu = gpu_engine(); gpu && !failure) failure = gpu->group().failure();
   if (!failure) return ::c10d::ErrorType::SUCCESS;
   switch (failure->kind()) {
     case ErrorKind::kTimeout: return ::c10d::ErrorType::TIMEOUT;

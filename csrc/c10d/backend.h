@@ -193,6 +193,8 @@ class FcclBackend final : public ::c10d::Backend {
   // null if there is none.
   std::shared_ptr<GpuEngine> gpu_engine(const Call& call, const at::Tensor& tensor);
   std::shared_ptr<GpuEngine> gpu_engine() const;
+  struct Gpu;
+  static void fail(Gpu& gpu);  // with the group on CPU
   bool is_coalescing();
   // Checks the arguments; throws what torch should see.
   Call point_to_point(::c10d::OpType type, const char* title, const Tensors& tensors, int peer);
@@ -208,10 +210,14 @@ class FcclBackend final : public ::c10d::Backend {
   InnerFactory cuda_factory_;
   std::mutex cuda_mutex_;
   BackendPtr cuda_inner_;
-  mutable std::mutex gpu_mutex_;
-  bool gpu_tried_ = false;
-  std::shared_ptr<GpuEngine> gpu_;
-  std::string why_no_gpu_kernels_;
+  // Shared with what runs when the group fails, which may be after this object.
+  struct Gpu {
+    std::mutex mutex;
+    bool settled = false;
+    std::shared_ptr<GpuEngine> engine;
+    std::string why_none;
+  };
+  const std::shared_ptr<Gpu> gpu_ = std::make_shared<Gpu>();
   const std::shared_ptr<FailureHooks> failure_hooks_ = std::make_shared<FailureHooks>();
   std::shared_ptr<Carrier> carrier_;
   std::shared_ptr<Executor> executor_;
@@ -221,6 +227,7 @@ class FcclBackend final : public ::c10d::Backend {
   std::mutex coalescing_mutex_;
   std::thread::id coalescing_thread_;
   std::vector<WorkPtr> coalesced_;
+  bool coalesced_on_gpu_ = false;  // collectives among them, which take their turn
 
   std::atomic<bool> shut_down_{false};
   std::atomic<bool> aborted_{false};  // in a group of one rank

@@ -53,19 +53,34 @@ bool FcclBackend::is_coalescing() {
 FcclBackend::WorkPtr FcclBackend::on_cuda(const Call& c, const at::Tensor& tensor, const InnerCall& inner) {
   ::c10d::Backend& nccl = cuda(c, tensor);
   const auto gpu = gpu_engine();
-  // What is coalesced happens at endCoalescing().
-  if (gpu == nullptr || is_coalescing()) return inner(nccl);
-  return gpu->in_turn(c.async, [&] { return inner(nccl); });
+  // Messages have no order among the ranks, so none can be kept: NCCL has a communicator and a stream for
+  // each pair.
+  const bool is_message = c.collective == Collective::kNone;
+  if (gpu == nullptr || is_message) return inner(nccl);
+  const auto call_inner = [&] { return inner(nccl); };
+  if (!is_coalescing()) return gpu->in_turn(c.async, call_inner);
+  coalesced_on_gpu_ = true;
+  return gpu->coalesced(call_inner);
 }
 
 std::shared_ptr<GpuEngine> FcclBackend::gpu_engine() const {
-  const std::lock_guard lock(gpu_mutex_);
-  return gpu_;
+  const std::lock_guard lock(gpu_->mutex);
+  return gpu_->engine;
+}
+
+// A peer that died, say, would leave kernels waiting for the whole timeout.
+void FcclBackend::fail(Gpu& gpu) {
+  std::shared_ptr<GpuEngine> engine;
+  {
+    const std::lock_guard lock(gpu.mutex);
+    engine = gpu.engine;
+  }
+  if (engine) engine->group().abort("the group has failed on the CPU");
 }
 
 std::string FcclBackend::why_no_gpu_kernels() const {
-  const std::lock_guard lock(gpu_mutex_);
-  return why_no_gpu_kernels_;
+  const std::lock_guard lock(gpu_->mutex);
+  return gpu_->why_none;
 }
 
 std::map<std::string, std::int64_t> FcclBackend::gpu_launch_counts() const {
@@ -73,28 +88,42 @@ std::map<std::string, std::int64_t> FcclBackend::gpu_launch_counts() const {
   return gpu ? gpu->group().launch_counts() : std::map<std::string, std::int64_t>();
 }
 
+// No lock is held while the ranks set up: they wait for each other, and take Python's lock for warnings and
+// for trying the links.
 std::shared_ptr<GpuEngine> FcclBackend::gpu_engine(const Call& c, const at::Tensor& tensor) {
-  const std::lock_guard lock(gpu_mutex_);
-  if (gpu_tried_) return gpu_;
-  gpu_tried_ = true;
+  {
+    const std::lock_guard lock(gpu_->mutex);
+    if (gpu_->settled) return gpu_->engine;
+  }
+  std::shared_ptr<GpuEngine> made;
+  std::string why_not;
+  const auto runtime = make_gpu_runtime(tensor.device());
   if (!kernels_wanted()) {
-    why_no_gpu_kernels_ = "FCCL_CUDA_KERNELS is not 1";
-  } else if (make_gpu_runtime(tensor.device()) == nullptr) {
-    why_no_gpu_kernels_ = "this build of fccl has no CUDA kernels";
+    why_not = "FCCL_CUDA_KERNELS is not 1";
+  } else if (runtime == nullptr) {
+    why_not = "this build of fccl has no CUDA kernels";
   } else if (carrier_->mode() != Carrier::Mode::kEngine) {
-    why_no_gpu_kernels_ = "the ranks share no memory: " + carrier_->why_inner();
+    why_not = "the ranks share no memory: " + carrier_->why_inner();
+  } else {
+    const c10::impl::VirtualGuardImpl cuda_guard(c10::kCUDA);
+    // Memory cannot be made while the caller captures; a later call may do that.
+    if (runtime->capture_of(cuda_guard.getStream(tensor.device()).native_handle()) != 0) return nullptr;
+    const GpuEngine::Config config{tensor.device(), group_name_, std::chrono::milliseconds(timeout_ms_)};
+    const Call setup = call(OpType::BARRIER, Collective::kGpuSetup, "fccl:gpu_setup", false, c.timeout);
+    submit(setup, {}, {}, [&](Carrier& carrier, const Deadline& deadline) {
+      made = GpuEngine::connect(config, carrier, deadline, why_not);
+    })->wait();
+    if (made == nullptr && rank_ == 0) {
+      warn("fccl: group " + group_name_ + " does not use its CUDA kernels: " + why_not +
+           ". Its CUDA collectives go through NCCL.");
+    }
   }
-  if (!why_no_gpu_kernels_.empty()) return nullptr;
-  GpuEngine::Config config{tensor.device(), group_name_, std::chrono::milliseconds(timeout_ms_)};
-  const Call setup = call(OpType::BARRIER, Collective::kGpuSetup, "fccl:gpu_setup", false, c.timeout);
-  submit(setup, {}, {}, [&](Carrier& carrier, const Deadline& deadline) {
-    gpu_ = GpuEngine::connect(config, carrier, deadline, why_no_gpu_kernels_);
-  })->wait();
-  if (gpu_ == nullptr && rank_ == 0) {
-    warn("fccl: group " + group_name_ + " does not use its CUDA kernels: " + why_no_gpu_kernels_ +
-         ". Its CUDA collectives go through NCCL.");
-  }
-  return gpu_;
+  // Not after an exception: what the ranks have not agreed on is not settled.
+  const std::lock_guard lock(gpu_->mutex);
+  gpu_->settled = true;
+  gpu_->engine = made;
+  gpu_->why_none = why_not;
+  return made;
 }
 
 FcclBackend::WorkPtr FcclBackend::by_kernel(const Call& c, const at::Tensor& input, const at::Tensor& output,

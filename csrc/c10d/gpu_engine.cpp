@@ -45,30 +45,47 @@ std::string key_of(std::span<const cuda::RankTerms> ranks) {
 struct TrialTerms {
   std::uint8_t wanted = 0;
   std::uint8_t proven = 0;
-  char path[510] = {};  // where the children meet: rank 0's
+  char path[254] = {};   // where the children meet: rank 0's
+  char error[256] = {};  // why this rank cannot take part
 };
 
+// Throws what `peers` throws, and nothing else: a rank that left before the others would leave them waiting.
 std::string try_links(const GpuProbe& probe, c10::Device device, cuda::Peers& peers,
                       std::span<const cuda::RankTerms> ranks) {
   const std::string key = key_of(ranks);
   TrialTerms own;
-  own.wanted = probe.is_wanted() ? 1 : 0;
-  own.proven = probe.is_proven(key) ? 1 : 0;
-  const std::string path = peers.rank() == 0 ? probe.make_rendezvous() : std::string();
-  copy_text(path, own.path);
+  std::string path;
+  try {
+    own.wanted = probe.is_wanted() ? 1 : 0;
+    own.proven = probe.is_proven(key) ? 1 : 0;
+    if (peers.rank() == 0) path = probe.make_rendezvous();
+    copy_text(path, own.path);
+  } catch (const std::exception& error) {
+    copy_text(error.what(), own.error);
+  }
   const std::vector<std::byte> bytes =
       peers.all_gather({reinterpret_cast<const std::byte*>(&own), sizeof(own)});
   std::vector<TrialTerms> all(ranks.size());
   std::memcpy(all.data(), bytes.data(), all.size() * sizeof(TrialTerms));
   bool needed = false;
-  for (const TrialTerms& each : all) needed = needed || (each.wanted != 0 && each.proven == 0);
   std::string why;
-  if (needed) {
-    make_printable(all[0].path);
-    why = probe.run(key, peers.rank(), peers.size(), device.index(), all[0].path);
+  for (TrialTerms& each : all) {
+    make_printable(each.path);
+    make_printable(each.error);
+    needed = needed || (each.wanted != 0 && each.proven == 0);
+    if (why.empty() && each.error[0] != 0) why = std::string("the links could not be tried: ") + each.error;
+  }
+  try {
+    if (needed && why.empty()) why = probe.run(key, peers.rank(), peers.size(), device.index(), all[0].path);
+  } catch (const std::exception& error) {
+    why = std::string("the links could not be tried: ") + error.what();
   }
   peers.barrier();  // nobody's child needs the place any more
-  if (peers.rank() == 0) probe.remove_rendezvous(path);
+  try {
+    if (!path.empty()) probe.remove_rendezvous(path);
+  } catch (const std::exception&) {
+    // An empty folder is left behind.
+  }
   return why;
 }
 
@@ -98,7 +115,8 @@ std::shared_ptr<GpuEngine> GpuEngine::connect(const Config& config, Carrier& car
 GpuEngine::GpuEngine(c10::Device device, std::unique_ptr<cuda::GpuGroup> group)
     : device_(device),
       group_(std::move(group)),
-      side_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
+      side_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)),
+      marker_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
 
 void GpuEngine::warm_up(Carrier& carrier, const Deadline& deadline) {
   CarrierPeers peers(carrier, deadline);
@@ -122,7 +140,7 @@ GpuEngine::WorkPtr GpuEngine::run(const Operation& operation, int rank) {
   const cuda::LaunchPlan plan = group_->plan(operation.call, current().native_handle());
   if (plan.algorithm == cuda::Algorithm::kInner) return {};
   const c10::Stream stream = operation.async ? side_stream() : current();
-  const c10::StreamGuard guard(stream);  // an operation before that joins the current stream means this one
+  const c10::StreamGuard guard(stream);
   try {
     group_->launch(plan, operation.call, operation.input.const_data_ptr(),
                    operation.output.mutable_data_ptr(), stream.native_handle());
@@ -137,7 +155,6 @@ GpuEngine::WorkPtr GpuEngine::run(const Operation& operation, int rank) {
 GpuEngine::WorkPtr GpuEngine::in_turn(bool async, const std::function<WorkPtr()>& inner) {
   if (const auto failure = group_->failure()) throw_as_torch(*failure);
   if (!async) {
-    const c10::StreamGuard guard(current());
     group_->enter_inner(current().native_handle());
     WorkPtr work = inner();
     group_->leave_inner(current().native_handle());
@@ -145,18 +162,36 @@ GpuEngine::WorkPtr GpuEngine::in_turn(bool async, const std::function<WorkPtr()>
   }
   // The inner engine's stream waits for the one that is current at the call. That is not the caller's, or the
   // caller's next kernels would wait for the group's operation before.
-  const c10::Stream stream = side_stream();
-  const c10::StreamGuard guard(stream);
-  group_->enter_inner(stream.native_handle());
+  const c10::StreamGuard guard(side_stream());
+  group_->enter_inner(current().native_handle());
   WorkPtr work = inner();
-  const auto future = work ? work->getFuture() : nullptr;
-  if (future) {
-    // Makes the current stream wait, not the host: such a Future is complete as soon as it is made.
-    group_->leave_inner(stream.native_handle(), [future](cuda::StreamHandle) { future->wait(); });
-  } else {
-    group_->leave_inner(stream.native_handle());
-  }
+  leave_asynchronous(work.get());
   return work;
+}
+
+// The inner engine's stream is made to wait for the current one by each coalesced call, and puts all of them
+// on it at the end.
+GpuEngine::WorkPtr GpuEngine::coalesced(const std::function<WorkPtr()>& inner) {
+  group_->enter_inner(current().native_handle());
+  return inner();
+}
+
+void GpuEngine::end_coalesced(::c10d::Work* work) {
+  leave_asynchronous(work);
+  if (const auto failure = group_->failure()) throw_as_torch(*failure);
+}
+
+// Such a Future is complete as soon as it is made: to wait for it makes the current stream wait, not the
+// host. It holds the outputs, so it is not kept.
+void GpuEngine::leave_asynchronous(::c10d::Work* work) {
+  const auto future = work != nullptr ? work->getFuture() : nullptr;
+  if (!future) {
+    group_->leave_inner(current().native_handle());
+    return;
+  }
+  const c10::StreamGuard guard(marker_);
+  future->wait();
+  group_->leave_inner(marker_.native_handle());
 }
 
 }  // namespace fccl::c10d_backend

@@ -66,17 +66,22 @@ class GpuEngine : public std::enable_shared_from_this<GpuEngine> {
   };
   // Null if the operation is the inner engine's.
   WorkPtr run(const Operation& operation, int rank);
-  // Calls `inner`, which makes one operation of the inner engine, when its turn has come.
+  // Calls `inner`, which makes one collective of the inner engine, when its turn has come.
   WorkPtr in_turn(bool async, const std::function<WorkPtr()>& inner);
+  // The same where `inner` only adds to what end_coalesced() makes of it.
+  WorkPtr coalesced(const std::function<WorkPtr()>& inner);
+  void end_coalesced(::c10d::Work* work);
 
  private:
   c10::Stream current() const;
   // Makes the engine's stream wait for what is on the current one.
   c10::Stream side_stream();
+  void leave_asynchronous(::c10d::Work* work);
 
   const c10::Device device_;
   const std::unique_ptr<cuda::GpuGroup> group_;
   const c10::Stream side_;
+  const c10::Stream marker_;  // nothing is put on it: it waits for the ends of what is elsewhere
 };
 
 }  // namespace fccl::c10d_backend

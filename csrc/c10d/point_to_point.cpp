@@ -90,6 +90,9 @@ class CoalescedWork final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
     for (const auto& work : works_) futures.push_back(work->getFuture());
+    // Messages are on one kind of device: a single NCCL work's Future knows its stream, which a new one would
+    // not.
+    if (futures.size() == 1) return futures[0];
     auto all = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     if (futures.empty()) {
       all->markCompleted(c10::IValue(std::vector<at::Tensor>{}));
@@ -327,9 +330,10 @@ FcclBackend::WorkPtr FcclBackend::endCoalescing() {
     nccl = cuda_inner_;
   }
   if (nccl) {
-    const auto end = [&] { return nccl->endCoalescing(); };
+    auto work = nccl->endCoalescing();  // whatever has failed: NCCL's own group of calls must end
     const auto gpu = gpu_engine();
-    if (auto work = gpu ? gpu->in_turn(true, end) : end()) works.push_back(std::move(work));
+    if (gpu && std::exchange(coalesced_on_gpu_, false)) gpu->end_coalesced(work.get());
+    if (work) works.push_back(std::move(work));
   }
   return c10::make_intrusive<CoalescedWork>(rank_, std::move(works));
 }

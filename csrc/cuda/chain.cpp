@@ -1,7 +1,5 @@
 #include "cuda/chain.h"
 
-#include <utility>
-
 namespace fccl::cuda {
 
 Chain::~Chain() {
@@ -16,19 +14,13 @@ Chain::Last& Chain::last_for(StreamHandle stream) {
   if (capture != capture_) {
     capture_ = capture;
     captured_.any = false;
-    captured_.join = nullptr;
   }
   return captured_;
 }
 
 void Chain::enter(StreamHandle stream) {
   const Last& last = last_for(stream);
-  if (!last.any) return;
-  if (last.join) {
-    last.join(stream);
-  } else if (last.stream != stream) {
-    runtime_.wait(stream, last.event);
-  }
+  if (last.any && last.stream != stream) runtime_.wait(stream, last.event);
 }
 
 void Chain::leave(StreamHandle stream) {
@@ -37,13 +29,6 @@ void Chain::leave(StreamHandle stream) {
   runtime_.record(last.event, stream);
   last.any = true;
   last.stream = stream;
-  last.join = nullptr;
-}
-
-void Chain::leave(StreamHandle stream, Join join) {
-  Last& last = last_for(stream);
-  last.any = true;
-  last.join = std::move(join);
 }
 
 }  // namespace fccl::cuda

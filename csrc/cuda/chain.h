@@ -8,7 +8,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 
 #include "cuda/runtime.h"
 
@@ -17,9 +16,6 @@ namespace fccl::cuda {
 // Not thread-safe.
 class Chain {
  public:
-  // Makes a stream wait for the end of an operation.
-  using Join = std::function<void(StreamHandle)>;
-
   explicit Chain(Runtime& runtime) : runtime_(runtime) {}
   ~Chain();
   Chain(const Chain&) = delete;
@@ -27,11 +23,10 @@ class Chain {
 
   // Before an operation is put on `stream`: the stream waits for the one before.
   void enter(StreamHandle stream);
-  // After that: it was put on `stream` itself, or `join` knows where it ends.
+  // After that: `stream`, the same or another, has waited for its end, or has it itself.
   void leave(StreamHandle stream);
-  void leave(StreamHandle stream, Join join);
 
-  // Whether the device is done with all that was put on streams themselves, graphs apart.
+  // Whether the device is done with all of it, graphs apart.
   bool is_idle() const { return eager_.event == nullptr || runtime_.done(eager_.event); }
 
  private:
@@ -39,7 +34,6 @@ class Chain {
     bool any = false;
     StreamHandle stream = nullptr;
     EventHandle event = nullptr;  // recorded on it; made at first use
-    Join join;                    // instead of both
   };
   Last& last_for(StreamHandle stream);
 

@@ -25,6 +25,7 @@ const DriverCalls* DriverCalls::get() {
   static DriverCalls calls;
   static const bool complete =
       find(calls.error_string, "cuGetErrorString") && find(calls.device_attribute, "cuDeviceGetAttribute") &&
+      find(calls.context_state, "cuDevicePrimaryCtxGetState") &&
       find(calls.granularity, "cuMemGetAllocationGranularity") && find(calls.create, "cuMemCreate") &&
       find(calls.release, "cuMemRelease") && find(calls.export_handle, "cuMemExportToShareableHandle") &&
       find(calls.import_handle, "cuMemImportFromShareableHandle") &&

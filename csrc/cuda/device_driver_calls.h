@@ -28,6 +28,7 @@ class DriverCalls {
 
   decltype(&::cuGetErrorString) error_string = nullptr;
   decltype(&::cuDeviceGetAttribute) device_attribute = nullptr;
+  decltype(&::cuDevicePrimaryCtxGetState) context_state = nullptr;
   decltype(&::cuMemGetAllocationGranularity) granularity = nullptr;
   decltype(&::cuMemCreate) create = nullptr;
   decltype(&::cuMemRelease) release = nullptr;

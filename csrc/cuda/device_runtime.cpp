@@ -12,7 +12,16 @@
 namespace fccl::cuda {
 namespace {
 
-// Makes a device the current one, for the calls that mean the current one.
+bool has_context(int device) {
+  const DriverCalls* const driver = DriverCalls::get();
+  unsigned flags = 0;
+  int active = 0;
+  return driver != nullptr && driver->context_state(device, &flags, &active) == CUDA_SUCCESS && active != 0;
+}
+
+// Makes a device the current one, for the calls that mean the current one. A thread that never chose a device
+// has number 0, and to set that back would make a context on it, some hundred megabytes, where there was
+// none.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -20,7 +29,7 @@ class OnDevice {
     changed_ = cudaSetDevice(device) == cudaSuccess;
   }
   ~OnDevice() {
-    if (changed_) cudaSetDevice(before_);
+    if (changed_ && has_context(before_)) cudaSetDevice(before_);
   }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
@@ -50,7 +59,8 @@ class DeviceRuntime final : public Runtime {
  public:
   explicit DeviceRuntime(int device) : device_(device) {}
   ~DeviceRuntime() override {
-    if (poke_stream_ != nullptr) cudaStreamDestroy(poke_stream_);
+    const OnDevice on(device_);
+    if (own_stream_ != nullptr) cudaStreamDestroy(own_stream_);
   }
 
   DeviceFacts facts() override {
@@ -88,10 +98,12 @@ class DeviceRuntime final : public Runtime {
 
   Shared allocate_shared(std::size_t bytes) override {
     const OnDevice on(device_);
+    const BesideCaptures beside;
+    const std::lock_guard lock(mutex_);
     Shared shared = exports_descriptors() ? allocate_by_descriptor(bytes) : allocate_by_handle(bytes);
     try {
-      check(cudaMemset(shared.data, 0, bytes), "cudaMemset");
-      check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+      check(cudaMemsetAsync(shared.data, 0, bytes, own_stream()), "cudaMemsetAsync");
+      check(cudaStreamSynchronize(own_stream()), "cudaStreamSynchronize");
     } catch (...) {
       free_shared(shared);
       throw;
@@ -138,11 +150,15 @@ class DeviceRuntime final : public Runtime {
 
   void* allocate_host(std::size_t bytes) override {
     const OnDevice on(device_);
+    const BesideCaptures beside;
     void* data = nullptr;
     check(cudaHostAlloc(&data, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
     return std::memset(data, 0, bytes);
   }
-  void free_host(void* data) noexcept override { cudaFreeHost(data); }
+  void free_host(void* data) noexcept override {
+    const OnDevice on(device_);
+    cudaFreeHost(data);
+  }
 
   EventHandle make_event() override {
     const OnDevice on(device_);
@@ -150,7 +166,10 @@ class DeviceRuntime final : public Runtime {
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
     return event;
   }
-  void destroy_event(EventHandle event) noexcept override { cudaEventDestroy(native_event(event)); }
+  void destroy_event(EventHandle event) noexcept override {
+    const OnDevice on(device_);
+    cudaEventDestroy(native_event(event));
+  }
   void record(EventHandle event, StreamHandle stream) override {
     const OnDevice on(device_);
     check(cudaEventRecord(native_event(event), native(stream)), "cudaEventRecord");
@@ -161,6 +180,7 @@ class DeviceRuntime final : public Runtime {
   }
 
   bool done(EventHandle event) noexcept override {
+    const OnDevice on(device_);
     const BesideCaptures beside;
     const cudaError_t result = cudaEventQuery(native_event(event));
     if (result != cudaSuccess && result != cudaErrorNotReady) cudaGetLastError();
@@ -205,20 +225,19 @@ class DeviceRuntime final : public Runtime {
     const OnDevice on(device_);
     const BesideCaptures beside;
     const std::lock_guard lock(mutex_);
-    // A stream of its own, which waits for no kernel.
-    if (poke_stream_ == nullptr)
-      check(cudaStreamCreateWithFlags(&poke_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-    check(cudaMemcpyAsync(at, &value, sizeof(value), cudaMemcpyHostToDevice, poke_stream_),
+    check(cudaMemcpyAsync(at, &value, sizeof(value), cudaMemcpyHostToDevice, own_stream()),
           "cudaMemcpyAsync");
-    check(cudaStreamSynchronize(poke_stream_), "cudaStreamSynchronize");
-  }
-
-  void synchronise() noexcept override {
-    const OnDevice on(device_);
-    if (cudaDeviceSynchronize() != cudaSuccess) cudaGetLastError();
+    check(cudaStreamSynchronize(own_stream()), "cudaStreamSynchronize");
   }
 
  private:
+  // Waits for no kernel, and no kernel waits for it. With mutex_ held.
+  cudaStream_t own_stream() {
+    if (own_stream_ == nullptr)
+      check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+    return own_stream_;
+  }
+
   bool exports_descriptors() const {
     const DriverCalls* const driver = DriverCalls::get();
     if (driver == nullptr) return false;
@@ -299,7 +318,7 @@ class DeviceRuntime final : public Runtime {
 
   const int device_;
   std::mutex mutex_;
-  cudaStream_t poke_stream_ = nullptr;
+  cudaStream_t own_stream_ = nullptr;
 };
 
 }  // namespace

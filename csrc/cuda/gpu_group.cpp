@@ -39,9 +39,6 @@ std::uint64_t nanoseconds(std::chrono::milliseconds timeout) {
       std::chrono::nanoseconds(std::min<std::chrono::milliseconds>(timeout, most)).count());
 }
 
-// How long close() waits for the peers' share of what is under way.
-constexpr auto kGrace = std::chrono::seconds(3);
-
 }  // namespace
 
 std::unique_ptr<GpuGroup> GpuGroup::connect(GpuGroupConfig config, Peers& peers, std::string& why_not) {
@@ -71,116 +68,123 @@ std::unique_ptr<GpuGroup> GpuGroup::connect(GpuGroupConfig config, Peers& peers,
     return nullptr;
   }
   if (config.prove) {
+    const std::string why = config.prove(terms, all);
     why_not = jointly(peers, [&] {
-      const std::string why = config.prove(terms, all);
       if (!why.empty()) throw Error(ErrorKind::kSystem, why);
     });
     if (!why_not.empty()) return nullptr;
   }
+  // Loading a kernel may wait for all that runs on the device: not behind a kernel that waits for this one.
+  why_not = jointly(peers, [&] { gpu.load_kernels(); });
+  if (!why_not.empty()) return nullptr;
   auto workspaces = Workspaces::connect(config.runtime, peers, terms.half_bytes, why_not);
   if (workspaces == nullptr) return nullptr;
   return std::unique_ptr<GpuGroup>(
       new GpuGroup(std::move(config), peers.rank(), std::move(terms), std::move(workspaces)));
 }
 
-GpuGroup::GpuGroup(GpuGroupConfig config, int rank, Terms terms, std::unique_ptr<Workspaces> workspaces)
+GpuGroup::GpuGroup(GpuGroupConfig config, int rank, Terms terms, std::shared_ptr<Workspaces> workspaces)
     : config_(std::move(config)),
       rank_(rank),
       terms_(std::move(terms)),
-      workspaces_(std::move(workspaces)),
-      chain_(*config_.runtime) {}
+      chain_(*config_.runtime),
+      workspaces_(std::move(workspaces)) {}
 
 GpuGroup::~GpuGroup() { close(nullptr); }
 
 LaunchPlan GpuGroup::plan(const GpuCall& call, StreamHandle stream) {
-  const std::lock_guard lock(mutex_);
   LaunchPlan plan;
   plan.reason = "larger than any workspace";
   if (call.count >= GpuCall::kCountLimit) return plan;
   plan = plan_launch(terms_.question(call.collective, call.op, call.dtype, call.count * size_of(call.dtype)));
   if (plan.algorithm == Algorithm::kInner) return plan;
-  if (for_graphs_ == nullptr && config_.runtime->capture_of(stream) != 0) {
+  if (!is_warm() && config_.runtime->capture_of(stream) != 0) {
     plan = {};
     plan.reason = "captured, and no workspace for graphs: fccl.cuda.warm_up(group) makes one";
   }
   return plan;
 }
 
-Workspaces& GpuGroup::workspaces_for(StreamHandle stream) {
-  if (config_.runtime->capture_of(stream) == 0) return *workspaces_;
+// Throws if the group has failed.
+std::shared_ptr<Workspaces> GpuGroup::workspaces_for(StreamHandle stream) {
+  const bool captured = config_.runtime->capture_of(stream) != 0;
+  const std::lock_guard lock(state_mutex_);
+  if (const auto& failure = look_for_failure()) throw Error(*failure);
+  if (!captured) return workspaces_;
   for_graphs_->keep();
-  return *for_graphs_;
+  return for_graphs_;
 }
 
 void GpuGroup::launch(const LaunchPlan& plan, const GpuCall& call, const void* input, void* output,
                       StreamHandle stream) {
-  const std::lock_guard lock(mutex_);
-  throw_if_failed();
-  const Session session = workspaces_for(stream).session(call.pack(), nanoseconds(config_.timeout));
+  const std::lock_guard lock(launch_mutex_);
+  const auto workspaces = workspaces_for(stream);
+  const Session session = workspaces->session(call.pack(), nanoseconds(config_.timeout));
   const auto* from = static_cast<const std::byte*>(input);
   auto* to = static_cast<std::byte*>(output);
   const std::uint64_t bytes = call.count * size_of(call.dtype);
-  chain_.enter(stream);
-  switch (plan.algorithm) {
-    case Algorithm::kOneShotAllReduce:
-    case Algorithm::kTwoShotAllReduce: {
-      const AllReduceArgs args{session, from, to, bytes, call.op};
-      config_.runtime->launch(plan, &args, stream);
-      break;
+  try {
+    chain_.enter(stream);
+    switch (plan.algorithm) {
+      case Algorithm::kOneShotAllReduce:
+      case Algorithm::kTwoShotAllReduce: {
+        const AllReduceArgs args{session, from, to, bytes, call.op};
+        config_.runtime->launch(plan, &args, stream);
+        break;
+      }
+      case Algorithm::kOneShotAllGather: {
+        const AllGatherArgs args{session, from, to, bytes};
+        config_.runtime->launch(plan, &args, stream);
+        break;
+      }
+      case Algorithm::kBroadcast: {
+        const BroadcastArgs args{session, to, bytes, call.root};
+        config_.runtime->launch(plan, &args, stream);
+        break;
+      }
+      case Algorithm::kInner: throw Error(ErrorKind::kInvalid, "planned for the inner engine");
     }
-    case Algorithm::kOneShotAllGather: {
-      const AllGatherArgs args{session, from, to, bytes};
-      config_.runtime->launch(plan, &args, stream);
-      break;
-    }
-    case Algorithm::kBroadcast: {
-      const BroadcastArgs args{session, to, bytes, call.root};
-      config_.runtime->launch(plan, &args, stream);
-      break;
-    }
-    case Algorithm::kInner:
-      throw Error(ErrorKind::kInvalid, "fccl " + call.to_string() + ": planned for the inner engine");
+    chain_.leave(stream);
+  } catch (const Error& error) {
+    // This rank is a launch short now, and its next one would meet the peers' last.
+    abort(call.to_string() + " could not be launched: " + error.what());
+    const std::lock_guard state(state_mutex_);
+    throw Error(*failure_);
   }
-  chain_.leave(stream);
+  const std::lock_guard state(state_mutex_);
   ++launches_[plan.algorithm];
 }
 
 std::map<std::string, std::int64_t> GpuGroup::launch_counts() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(state_mutex_);
   std::map<std::string, std::int64_t> counts;
   for (const auto& [algorithm, count] : launches_) counts[name_of(algorithm)] = count;
   return counts;
 }
 
 void GpuGroup::enter_inner(StreamHandle stream) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(launch_mutex_);
   chain_.enter(stream);
 }
 
-void GpuGroup::leave_inner(StreamHandle stream, Chain::Join join) {
-  const std::lock_guard lock(mutex_);
-  join ? chain_.leave(stream, std::move(join)) : chain_.leave(stream);
+void GpuGroup::leave_inner(StreamHandle stream) {
+  const std::lock_guard lock(launch_mutex_);
+  chain_.leave(stream);
 }
 
 void GpuGroup::warm_up(Peers& peers) {
   if (is_warm()) return;  // on all ranks, since all make it together
-  std::string why_not = jointly(peers, [&] { config_.runtime->load_kernels(); });
-  std::unique_ptr<Workspaces> made;
-  if (why_not.empty()) made = Workspaces::connect(config_.runtime, peers, terms_.half_bytes, why_not);
+  std::string why_not;
+  std::shared_ptr<Workspaces> made = Workspaces::connect(config_.runtime, peers, terms_.half_bytes, why_not);
   if (made == nullptr)
     throw Error(ErrorKind::kSystem, "fccl warm_up on rank " + std::to_string(rank_) + " of group '" +
                                         config_.name + "': no workspace for graphs: " + why_not);
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(state_mutex_);
   for_graphs_ = std::move(made);
 }
 
-bool GpuGroup::is_idle() const {
-  const std::lock_guard lock(mutex_);
-  return workspaces_ == nullptr || chain_.is_idle();
-}
-
 bool GpuGroup::is_warm() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(state_mutex_);
   return for_graphs_ != nullptr;
 }
 
@@ -211,45 +215,61 @@ std::optional<Error> GpuGroup::failure_of(const Workspaces& workspaces) const {
   return Error(ErrorKind::kPeerFailed, where + peer + " gave up; its own error says why." + end);
 }
 
-std::optional<Error> GpuGroup::failure() const {
-  const std::lock_guard lock(mutex_);
-  for (const auto* workspaces : {&workspaces_, &for_graphs_}) {
-    if (!failure_ && *workspaces != nullptr) failure_ = failure_of(**workspaces);
+const std::optional<Error>& GpuGroup::look_for_failure() const {
+  for (const auto& workspaces : {workspaces_, for_graphs_}) {
+    if (!failure_ && workspaces != nullptr) failure_ = failure_of(*workspaces);
   }
   return failure_;
 }
 
-void GpuGroup::throw_if_failed() const {
-  for (const auto* workspaces : {&workspaces_, &for_graphs_}) {
-    if (!failure_ && *workspaces != nullptr) failure_ = failure_of(**workspaces);
-  }
-  if (failure_) throw Error(*failure_);
+std::optional<Error> GpuGroup::failure() const {
+  const std::lock_guard lock(state_mutex_);
+  return look_for_failure();
 }
 
 void GpuGroup::abort(const std::string& why) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (!failure_)
-    failure_ = Error(ErrorKind::kAborted, "fccl on the GPU of rank " + std::to_string(rank_) + " of group '" +
-                                              config_.name + "': " + why);
-  for (const auto* workspaces : {&workspaces_, &for_graphs_}) {
-    if (*workspaces == nullptr) continue;
-    try {
-      (*workspaces)->abort();
-    } catch (const std::exception&) {
-      // A device that takes no more words has no kernels that wait either.
+  std::shared_ptr<Workspaces> all[2];
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (!failure_)
+      failure_ = Error(ErrorKind::kAborted, "fccl on the GPU of rank " + std::to_string(rank_) +
+                                                " of group '" + config_.name + "': " + why);
+    all[0] = workspaces_;
+    all[1] = for_graphs_;
+  }
+  for (const auto& workspaces : all) {
+    if (workspaces != nullptr) workspaces->abort();
+  }
+}
+
+bool GpuGroup::is_idle(const Deadline& deadline) {
+  for (;;) {
+    {
+      const std::unique_lock lock(launch_mutex_, std::try_to_lock);
+      if (lock && chain_.is_idle()) return true;  // else a launch is blocked behind kernels that wait
     }
+    if (deadline.expired()) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 
 void GpuGroup::close(Peers* peers) noexcept {
-  const Deadline grace = Deadline::after(kGrace);
-  while (!is_idle() && !grace.expired()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  if (!is_idle()) abort("it was closed while operations were under way");
-  const std::lock_guard lock(mutex_);
-  if (!failure_) failure_ = Error(ErrorKind::kAborted, "fccl: group '" + config_.name + "' was closed");
-  for (auto* workspaces : {&workspaces_, &for_graphs_}) {
-    if (*workspaces != nullptr) (*workspaces)->close(peers);
-    if (*workspaces != nullptr) workspaces->reset();
+  bool idle = is_idle(Deadline::after(config_.grace));
+  if (!idle) {
+    abort("it was closed while operations were under way");
+    idle = is_idle(Deadline::after(config_.grace));
+  }
+  std::shared_ptr<Workspaces> all[2];
+  {
+    const std::lock_guard lock(state_mutex_);
+    if (!failure_) failure_ = Error(ErrorKind::kAborted, "fccl: group '" + config_.name + "' was closed");
+    all[0].swap(workspaces_);
+    all[1].swap(for_graphs_);
+  }
+  for (const auto& workspaces : all) {
+    if (workspaces == nullptr) continue;
+    if (!idle) workspaces->keep();  // something hangs on the device, and may still use them
+    workspaces->close(peers);
   }
 }
 

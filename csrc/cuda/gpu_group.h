@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 
+#include "common/deadline.h"
 #include "common/error.h"
 #include "cuda/call.h"
 #include "cuda/chain.h"
@@ -25,6 +26,7 @@ struct GpuGroupConfig {
   std::shared_ptr<Runtime> runtime;
   std::string name;  // for messages
   std::chrono::milliseconds timeout{};
+  std::chrono::milliseconds grace{3000};  // how long close() waits for the peers' share of what is under way
   // What this rank would like; the least of all ranks holds.
   std::uint64_t half_bytes = std::uint64_t{8} << 20;
   bool deterministic = false;
@@ -56,7 +58,7 @@ class GpuGroup {
 
   // Around an operation of the inner engine, which takes its turn: see chain.h.
   void enter_inner(StreamHandle stream);
-  void leave_inner(StreamHandle stream, Chain::Join join = nullptr);
+  void leave_inner(StreamHandle stream);
 
   // All ranks together: makes what a captured call needs. Throws Error (kSystem) on all if any rank cannot.
   void warm_up(Peers& peers);
@@ -66,26 +68,32 @@ class GpuGroup {
   std::optional<Error> failure() const;
   // Fails the group: ends the kernels that wait here and on the peers.
   void abort(const std::string& why) noexcept;
-  // Ends it: waits a few seconds for what is under way, and aborts what is left. All ranks together; without
-  // peers if they will not come.
+  // Ends it: waits for what is under way, for as long as `grace`, and aborts what is left. All ranks
+  // together; without peers if they will not come.
   void close(Peers* peers) noexcept;
 
  private:
-  GpuGroup(GpuGroupConfig config, int rank, Terms terms, std::unique_ptr<Workspaces> workspaces);
+  GpuGroup(GpuGroupConfig config, int rank, Terms terms, std::shared_ptr<Workspaces> workspaces);
   std::optional<Error> failure_of(const Workspaces& workspaces) const;
-  void throw_if_failed() const;
-  bool is_idle() const;
-  Workspaces& workspaces_for(StreamHandle stream);
+  // With state_mutex_ held.
+  const std::optional<Error>& look_for_failure() const;
+  std::shared_ptr<Workspaces> workspaces_for(StreamHandle stream);
+  // Whether the device is done with all launches; waits for that no longer than `deadline`.
+  bool is_idle(const Deadline& deadline);
 
   const GpuGroupConfig config_;
   const int rank_;
   const Terms terms_;
-  mutable std::mutex mutex_;
-  std::unique_ptr<Workspaces> workspaces_;
+
+  std::mutex launch_mutex_;  // taken first; held while something is put on a stream
+  Chain chain_;
+
+  // Never held during a launch, which may block for as long as kernels wait: abort() must get through.
+  mutable std::mutex state_mutex_;
+  std::shared_ptr<Workspaces> workspaces_;  // null once closed
   // For graphs: their launches are replayed at times that have nothing to do with the order of other calls,
   // so they must not share generations with them. Outlives the group once a graph has it.
-  std::unique_ptr<Workspaces> for_graphs_;
-  Chain chain_;
+  std::shared_ptr<Workspaces> for_graphs_;
   std::map<Algorithm, std::int64_t> launches_;
   mutable std::optional<Error> failure_;
 };

@@ -181,8 +181,11 @@ LaunchPlan launch(Algorithm algorithm, DType element, const LaunchQuestion& ques
     vectors = divide_up(vectors, static_cast<std::uint64_t>(question.world));  // of a shard
   }
   const unsigned most = most_threads(algorithm);
+  // A quarter of the multiprocessors, so that what else may be waiting for its peers on this GPU finds room
+  // beside it: another group's kernels, NCCL's channels. Kernels of one group never run at once, but those of
+  // two may be scheduled in another order on each rank.
   const unsigned limit = std::min(question.link == Link::kPcie ? kMostBlocksPcie : kMostBlocksNvlink,
-                                  static_cast<unsigned>(question.sm_count));
+                                  std::max(1u, static_cast<unsigned>(question.sm_count) / 4));
   LaunchPlan plan;
   plan.algorithm = algorithm;
   plan.element = element;

@@ -68,8 +68,9 @@ struct LaunchPlan {
 
 // Promises, whatever is asked:
 //  - a plan with a kernel has a kernel for its element and operation, and its mailboxes fit a half;
-//  - its blocks can all be resident at once, at most one per multiprocessor. They spin, so a block that waits
-//    for a place while its peers' blocks wait for it would never run;
+//  - its blocks can all be resident at once, beside some others': they take a quarter of the multiprocessors
+//  at
+//    most. They spin, so a block that waits for a place while its peers' blocks wait for it would never run;
 //  - a block has whole warps, hence more threads than there are ranks (protocol.h, 1.).
 LaunchPlan plan_launch(const LaunchQuestion& question) noexcept;
 

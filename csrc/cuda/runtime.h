@@ -34,7 +34,9 @@ class Runtime {
  public:
   virtual ~Runtime() = default;
 
-  // All members concern one device, the one this object was made for. They throw Error (kSystem).
+  // All members concern one device, the one this object was made for. They throw Error (kSystem). None waits
+  // for what the user, or anybody else, has put on the device: that may wait for a peer, and the peer for
+  // this rank.
   virtual DeviceFacts facts() = 0;
   // How this device reaches a peer's, as far as the driver says; kNone if it says that it does not. Whether
   // that is true, only a test tells.
@@ -72,8 +74,6 @@ class Runtime {
   // Writes a word of device memory, own or a peer's, beside whatever the device is doing: a kernel that waits
   // must see it. Returns when it is written.
   virtual void poke(std::uint32_t* at, std::uint32_t value) = 0;
-  // Waits until all work of the device is done, however that ends.
-  virtual void synchronise() noexcept = 0;
 };
 
 }  // namespace fccl::cuda

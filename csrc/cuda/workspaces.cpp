@@ -125,11 +125,16 @@ Status Workspaces::status() const {
   return status;
 }
 
-void Workspaces::abort() {
+void Workspaces::abort() noexcept {
   for (std::byte* const workspace : workspaces_) {
     if (workspace == nullptr) continue;
-    runtime_->poke(reinterpret_cast<std::uint32_t*>(workspace + offsetof(Control, abort)),
-                   static_cast<std::uint32_t>(rank_) + 1);
+    try {
+      runtime_->poke(reinterpret_cast<std::uint32_t*>(workspace + offsetof(Control, abort)),
+                     static_cast<std::uint32_t>(rank_) + 1);
+    } catch (const Error&) {
+      // A device that takes no more words has no kernels that wait either; the others must be told all the
+      // same.
+    }
   }
 }
 
@@ -143,7 +148,6 @@ void Workspaces::unmap() noexcept {
 
 void Workspaces::close(Peers* peers) noexcept {
   bool met = false;
-  if (!kept_ && status_ != nullptr) runtime_->synchronise();
   if (!kept_) unmap();
   if (peers != nullptr) {
     try {

@@ -37,9 +37,10 @@ class Workspaces {
   // What this rank's kernels have written there, if they failed.
   Status status() const;
   // Ends the kernels that wait here and on the peers; all later ones fail.
-  void abort();
+  void abort() noexcept;
 
-  // Waits for the device, unmaps, meets the peers and frees. Without peers, or if they do not come: as above.
+  // When no kernel uses them any more: unmaps, meets the peers and frees. Without peers, or if they do not
+  // come: as above.
   void close(Peers* peers) noexcept;
   // Never to be freed: a graph has it, or on another rank its counterpart. (A collective is captured on all
   // ranks or on none.)

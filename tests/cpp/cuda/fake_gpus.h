@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <barrier>
 #include <cstring>
 #include <functional>
@@ -69,7 +70,7 @@ class ThreadPeers final : public Peers {
 // ---- Runtime ----
 
 // Which member fails, for tests of the way out.
-enum class Fails { kNothing, kFacts, kLink, kAllocate, kMap, kLoad };
+enum class Fails { kNothing, kFacts, kLink, kAllocate, kMap, kLoad, kLaunch };
 
 class FakeRuntime final : public Runtime {
  public:
@@ -83,7 +84,9 @@ class FakeRuntime final : public Runtime {
   int gpu = -1;                                    // which GPU this rank has; -1: one of its own
   std::map<StreamHandle, std::uint64_t> captures;  // streams that are being captured
   bool executes = true;
-  bool busy = false;  // the device is not done with what it was given
+  std::atomic<bool> busy{false};  // the device is not done with what it was given
+  bool hangs = false;             // and an abort does not help
+  std::function<void()> at_launch;
 
   // What it sees.
   std::vector<std::string> log;  // of streams, events and launches
@@ -91,7 +94,7 @@ class FakeRuntime final : public Runtime {
   int mappings = 0;
   int host_allocations = 0;
   int events = 0;
-  int pokes = 0;
+  std::atomic<int> pokes{0};
   Session last_session{};
 
   DeviceFacts facts() override {
@@ -169,6 +172,8 @@ class FakeRuntime final : public Runtime {
   void launch(const LaunchPlan& plan, const void* args, StreamHandle stream) override {
     log.push_back(std::string(name_of(plan.algorithm)) + " on " + name(stream));
     std::memcpy(&last_session, args, sizeof(last_session));  // the first member of all Args
+    fail_if(Fails::kLaunch, "no room");
+    if (at_launch) at_launch();
     if (!executes) return;
     switch (plan.element) {
       case DType::kFloat32: run<Float32>(plan, args); break;
@@ -181,10 +186,9 @@ class FakeRuntime final : public Runtime {
   void load_kernels() override { fail_if(Fails::kLoad, "no such kernel image"); }
   void poke(std::uint32_t* at, std::uint32_t value) override {
     ++pokes;
-    busy = false;
+    busy = hangs;
     std::atomic_ref<std::uint32_t>(*at).store(value, std::memory_order_relaxed);
   }
-  void synchronise() noexcept override {}
 
  private:
   static std::byte* map(int fd, std::size_t bytes) {

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 
 #include "cuda/fake_gpus.h"
@@ -45,6 +46,7 @@ struct Group {
       config.runtime = rank.gpu;
       config.name = "g";
       config.timeout = std::chrono::seconds(30);
+      config.grace = std::chrono::milliseconds(50);
       config.half_bytes = 1 << 20;
       if (change) change(r, config);
       rank.group = GpuGroup::connect(std::move(config), *rank.peers, rank.why_not);
@@ -151,6 +153,7 @@ TEST(GpuGroup, one_rank_that_cannot_is_enough) {
       {Fails::kFacts, "rank 1: no device"},
       {Fails::kLink, "the GPU of rank 1 cannot reach that of rank 0"},
       {Fails::kAllocate, "rank 1: no memory on the device"},
+      {Fails::kLoad, "rank 1: no such kernel image"},
       {Fails::kMap, "rank 1: peer access is not supported"},
   };
   for (const auto& [fails, why] : kFaults) {
@@ -282,13 +285,10 @@ TEST(GpuOrder, the_inner_engine_takes_its_turn) {
   world.call(1);
   EXPECT_EQ(world.take_log(), (Log{"2 waits for 101", "inner on 2", "record 101 on 2", "1 waits for 101",
                                    "one-shot all_reduce on 1", "record 101 on 1"}));
-  world.group().enter_inner(stream(1));  // asynchronous: it ends on a stream of its own
-  world.group().leave_inner(stream(1), [&](StreamHandle on) {
-    world.gpu().log.push_back(on == stream(1) ? "1 joins" : "another joins");
-  });
+  world.group().enter_inner(stream(3));  // asynchronous: another stream waits for its end
+  world.group().leave_inner(stream(4));
   world.call(1);
-  world.call(1);
-  EXPECT_EQ(world.take_log(), (Log{"1 joins", "one-shot all_reduce on 1", "record 101 on 1",
+  EXPECT_EQ(world.take_log(), (Log{"3 waits for 101", "record 101 on 4", "1 waits for 101",
                                    "one-shot all_reduce on 1", "record 101 on 1"}));
 }
 
@@ -335,7 +335,7 @@ TEST(GpuGraphs, have_a_workspace_and_an_order_of_their_own) {
 }
 
 TEST(GpuGraphs, warm_up_fails_on_all_ranks_or_on_none) {
-  for (const Fails fails : {Fails::kLoad, Fails::kAllocate, Fails::kMap}) {
+  for (const Fails fails : {Fails::kAllocate, Fails::kMap}) {
     Quiet world;
     world[1].gpu->fails = fails;
     on_all_ranks(2, [&](int r) {
@@ -429,6 +429,58 @@ TEST(GpuFailure, abort_ends_a_kernel_that_waits) {
   expect_failed(*world[0].group, ErrorKind::kPeerFailed, {"rank 1 gave up"});
   expect_failed(*world[1].group, ErrorKind::kAborted, {"the user asked for it"});
   world.close();
+}
+
+// A launch that fails on one rank: its peers are told, and do not wait for it.
+TEST(GpuFailure, a_launch_that_fails_fails_the_group) {
+  Group world(2);
+  world.connect();
+  world[1].gpu->fails = Fails::kLaunch;
+  on_all_ranks(2, [&](int r) {
+    float value = 1;
+    if (r == 0) {
+      run(*world[0].group, all_reduce_of(1), &value, &value);
+      EXPECT_TRUE(std::isnan(value));
+      expect_failed(*world[0].group, ErrorKind::kPeerFailed, {"rank 1 gave up"});
+    } else {
+      EXPECT_THROW(run(*world[1].group, all_reduce_of(1), &value, &value), Error);
+      expect_failed(*world[1].group, ErrorKind::kAborted,
+                    {"all_reduce(float32, count=1, op=sum) could not be launched: no room"});
+    }
+  });
+  world.close();
+  world.expect_nothing_left();
+}
+
+// As where the queue of launches is full: abort() and close() must get through, or nobody ends it.
+TEST(GpuFailure, a_launch_that_blocks_does_not_hold_up_abort) {
+  Quiet world;
+  std::atomic<bool> blocked{false};
+  std::atomic<bool> goes_on{false};
+  world.gpu().at_launch = [&] {
+    blocked = true;
+    while (!goes_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  std::thread caller([&] { world.call(1); });
+  while (!blocked) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  world.group().abort("enough");
+  EXPECT_EQ(world.gpu().pokes, 3);  // one of the set-up
+  EXPECT_TRUE(world.group().failure().has_value());
+  goes_on = true;
+  caller.join();
+  world.gpu().at_launch = nullptr;
+}
+
+// What hangs on the device for good keeps the memory it uses.
+TEST(GpuFailure, what_hangs_keeps_its_memory) {
+  Quiet world;
+  world.call(1);
+  world.gpu().busy = true;
+  world.gpu().hangs = true;
+  world.close();
+  EXPECT_EQ(world.gpu().allocations, 1);
+  EXPECT_EQ(world.gpu().mappings, 1);
+  EXPECT_EQ(world[1].gpu->allocations, 0);
 }
 
 // What nobody will finish is not waited for till its timeout; what is done is not disturbed.
