@@ -63,10 +63,7 @@ std::string try_links(const GpuProbe& probe, c10::Device device, cuda::Peers& pe
   } catch (const std::exception& error) {
     copy_text(error.what(), own.error);
   }
-  const std::vector<std::byte> bytes =
-      peers.all_gather({reinterpret_cast<const std::byte*>(&own), sizeof(own)});
-  std::vector<TrialTerms> all(ranks.size());
-  std::memcpy(all.data(), bytes.data(), all.size() * sizeof(TrialTerms));
+  std::vector<TrialTerms> all = cuda::gather(peers, own);
   bool needed = false;
   std::string why;
   for (TrialTerms& each : all) {

@@ -1,7 +1,6 @@
 #include "cuda/gpu_group.h"
 
 #include <algorithm>
-#include <cstring>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -12,14 +11,6 @@
 
 namespace fccl::cuda {
 namespace {
-
-std::vector<RankTerms> exchange_terms(Peers& peers, const RankTerms& own) {
-  const auto* bytes = reinterpret_cast<const std::byte*>(&own);
-  const std::vector<std::byte> all = peers.all_gather({bytes, sizeof(own)});
-  std::vector<RankTerms> terms(static_cast<std::size_t>(peers.size()));
-  std::memcpy(terms.data(), all.data(), terms.size() * sizeof(RankTerms));
-  return terms;
-}
 
 // Says what went wrong on this rank, so that all learn it.
 template <class Step>
@@ -52,7 +43,7 @@ std::unique_ptr<GpuGroup> GpuGroup::connect(GpuGroupConfig config, Peers& peers,
   own.deterministic = config.deterministic ? 1 : 0;
   own.float32_accumulation = config.float32_accumulation ? 1 : 0;
   try_step(own, [&] { own.device = gpu.facts(); });
-  std::vector<RankTerms> all = exchange_terms(peers, own);
+  std::vector<RankTerms> all = gather(peers, own);
   Terms terms = settle_devices(all);
   if (terms.usable) {
     try_step(own, [&] {
@@ -60,7 +51,7 @@ std::unique_ptr<GpuGroup> GpuGroup::connect(GpuGroupConfig config, Peers& peers,
         if (static_cast<int>(rank) != peers.rank()) own.links[rank] = gpu.link_to(all[rank].device.uuid);
       }
     });
-    all = exchange_terms(peers, own);
+    all = gather(peers, own);
     terms = settle(all);
   }
   if (!terms.usable) {
@@ -110,6 +101,10 @@ std::shared_ptr<Workspaces> GpuGroup::workspaces_for(StreamHandle stream) {
   const bool captured = config_.runtime->capture_of(stream) != 0;
   const std::lock_guard lock(state_mutex_);
   if (const auto& failure = look_for_failure()) throw Error(*failure);
+  if (workspaces_ == nullptr) {
+    throw Error(ErrorKind::kAborted, "fccl on the GPU of rank " + std::to_string(rank_) + ": group '" +
+                                         config_.name + "' was closed");
+  }
   if (!captured) return workspaces_;
   for_graphs_->keep();
   return for_graphs_;
@@ -195,7 +190,8 @@ std::optional<Error> GpuGroup::failure_of(const Workspaces& workspaces) const {
   const std::string peer = "rank " + std::to_string(status.peer);
   const std::string where = "fccl " + mine + " on the GPU of rank " + std::to_string(rank_) + " of group '" +
                             config_.name + "', launch #" + std::to_string(status.generation) + ": ";
-  const std::string end = " The output was filled with NaN, and the group cannot be used any more.";
+  const std::string end =
+      " The output is NaN (of integers: undefined), and the group cannot be used any more.";
   switch (static_cast<Failure>(status.failure)) {
     case Failure::kExpired:
       return Error(ErrorKind::kTimeout, where + peer + " did not come within " +
@@ -216,8 +212,8 @@ std::optional<Error> GpuGroup::failure_of(const Workspaces& workspaces) const {
 }
 
 const std::optional<Error>& GpuGroup::look_for_failure() const {
-  for (const auto& workspaces : {workspaces_, for_graphs_}) {
-    if (!failure_ && workspaces != nullptr) failure_ = failure_of(*workspaces);
+  for (const auto* workspaces : {&workspaces_, &for_graphs_}) {
+    if (!failure_ && *workspaces != nullptr) failure_ = failure_of(**workspaces);
   }
   return failure_;
 }
@@ -262,7 +258,6 @@ void GpuGroup::close(Peers* peers) noexcept {
   std::shared_ptr<Workspaces> all[2];
   {
     const std::lock_guard lock(state_mutex_);
-    if (!failure_) failure_ = Error(ErrorKind::kAborted, "fccl: group '" + config_.name + "' was closed");
     all[0].swap(workspaces_);
     all[1].swap(for_graphs_);
   }

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "common/descriptor.h"
@@ -21,5 +23,16 @@ class Peers {
   virtual std::vector<Descriptor> exchange(const Descriptor& own) = 0;
   virtual void barrier() = 0;
 };
+
+// All ranks' values, by rank. They come from other processes: whoever reads them must take any bytes.
+template <class T>
+std::vector<T> gather(Peers& peers, const T& own) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  const auto* bytes = reinterpret_cast<const std::byte*>(&own);
+  const std::vector<std::byte> all = peers.all_gather({bytes, sizeof(T)});
+  std::vector<T> values(static_cast<std::size_t>(peers.size()));
+  std::memcpy(values.data(), all.data(), values.size() * sizeof(T));
+  return values;
+}
 
 }  // namespace fccl::cuda

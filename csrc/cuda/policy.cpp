@@ -86,10 +86,9 @@ const Limits& limits_of(Fabric fabric, int world) {
   return *found;
 }
 
-// NCCL averages floats by a product with 1/n, rounded to the tensor's type, before the sum (ncclAvg in its
-// src/enqueue.cc), and its kernels for symmetric memory only sum (notes of release 2.27.3). Ours divides the
-// float32 sum. For that an average goes to ours up to twice the size, where the model puts us behind by
-// an eighth at most.
+// NCCL averages floats by a product with 1/n, rounded to the tensor's type, before the sum (its PreMulSum),
+// and its kernels for symmetric memory only sum (notes of release 2.27.3). Ours divides the float32 sum. For
+// that an average goes to ours up to twice the size, where the model puts us behind by an eighth at most.
 constexpr std::uint64_t kAverageFactor = 2;
 
 // ---- Kernels ----

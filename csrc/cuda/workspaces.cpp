@@ -1,7 +1,6 @@
 #include "cuda/workspaces.h"
 
 #include <atomic>
-#include <cstring>
 #include <exception>
 #include <functional>
 #include <utility>
@@ -17,15 +16,6 @@ struct Verdict {
   std::uint8_t failed = 0;
   char why[255] = {};
 };
-
-template <class T>
-std::vector<T> gather(Peers& peers, const T& own) {
-  const auto* bytes = reinterpret_cast<const std::byte*>(&own);
-  const std::vector<std::byte> all = peers.all_gather({bytes, sizeof(T)});
-  std::vector<T> values(static_cast<std::size_t>(peers.size()));
-  std::memcpy(values.data(), all.data(), values.size() * sizeof(T));
-  return values;
-}
 
 }  // namespace
 
