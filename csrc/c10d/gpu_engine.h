@@ -20,7 +20,9 @@
 
 namespace fccl::c10d_backend {
 
-// The runtime of a CUDA device; null in builds without CUDA.
+// Whether this build has CUDA kernels.
+bool built_with_kernels() noexcept;
+// The runtime of a CUDA device; null in builds without.
 std::shared_ptr<cuda::Runtime> make_gpu_runtime(c10::Device device);
 
 // Tries the links between a group's GPUs in processes of their own (python/fccl/_gpu_probe.py). Set once, by

@@ -16,7 +16,7 @@ using codec::BlockFormat;
 
 // Enough for a warp of vectors, and little enough that a scale of four bytes does not count.
 constexpr std::uint32_t kFloat16Block = 256;
-constexpr std::uint32_t kBFloat16Block = 1024;  // it has no scales
+constexpr std::uint32_t kBFloat16Block = 256;  // it has no scales: a unit of work
 
 const char* name_of(BlockFormat format) {
   switch (format) {
@@ -30,12 +30,12 @@ const char* name_of(BlockFormat format) {
 }
 
 // One range per parameter, in the order in which DDP lays the gradients out.
-std::vector<cpu::BucketRange> ranges_of(const GradBucket& bucket) {
+std::vector<codec::BucketRange> ranges_of(const GradBucket& bucket) {
   const at::Tensor& buffer = bucket.getBuffer();
-  std::vector<cpu::BucketRange> ranges;
+  std::vector<codec::BucketRange> ranges;
   std::uint64_t elements = 0;
   for (const at::Tensor& gradient : bucket.getGradients()) {
-    cpu::BucketRange range;
+    codec::BucketRange range;
     range.begin = static_cast<std::uint64_t>(gradient.storage_offset() - buffer.storage_offset());
     range.length = static_cast<std::uint64_t>(gradient.numel());
     elements += range.length;
@@ -58,11 +58,11 @@ struct Coding {
 };
 
 Description describe(const Coding& coding, const at::Tensor& buffer, std::size_t index,
-                     const std::vector<cpu::BucketRange>& ranges) {
+                     const std::vector<codec::BucketRange>& ranges) {
   std::vector<std::uint64_t> coded = {static_cast<std::uint64_t>(coding.format), coding.block, index,
                                       coding.divides_by_active_ranks ? 1u : 0u};
   std::size_t exempt = 0;
-  for (const cpu::BucketRange& range : ranges) {
+  for (const codec::BucketRange& range : ranges) {
     const bool feedback = range.remainder != nullptr;
     coded.push_back(range.length * 4 + (range.exempt ? 2 : 0) + (feedback ? 1 : 0));
     if (range.exempt) ++exempt;
@@ -79,41 +79,34 @@ Description describe(const Coding& coding, const at::Tensor& buffer, std::size_t
   return call;
 }
 
-void check_on_cpu(const char* hook, const at::Tensor& buffer) {
-  TORCH_CHECK_NOT_IMPLEMENTED(buffer.is_cpu(), hook, " compresses CPU tensors, and this bucket is on ",
-                              buffer.device(), "; use fccl.hooks.AllReduce() or fccl.hooks.BF16Compress()");
-}
-
 // `keeps`: what the ranges' remainders lie in.
-CodedBucket coded_bucket(const Coding& coding, const at::Tensor& buffer, std::size_t index, int world_size,
-                         std::vector<cpu::BucketRange> ranges, std::vector<at::Tensor> keeps = {}) {
+CodedBucket coded_bucket(const Coding& coding, const at::Tensor& buffer, std::size_t index,
+                         std::vector<codec::BucketRange> ranges, std::vector<at::Tensor> keeps = {}) {
   const Description call = describe(coding, buffer, index, ranges);
-  return {cpu::BucketCoder(coding.format, coding.block, world_size, std::move(ranges)), call,
-          std::move(keeps)};
+  return {coding.format, coding.block, std::move(ranges), call, std::move(keeps)};
 }
 
 }  // namespace
 
 FuturePtr BF16Compress::exchange(const ExchangeContext& context, GradBucket& bucket) {
   const at::Tensor& buffer = bucket.getBuffer();
-  if (!buffer.is_cpu() || reduces_bfloat16_exactly(context)) return bfloat16_mean(context, buffer);
+  const bool is_coded = buffer.is_cpu() ? !reduces_bfloat16_exactly(context) : codes_on_gpus();
+  if (!is_coded) return bfloat16_mean(context, buffer);
   const Coding coding{BlockFormat::kBFloat16, kBFloat16Block, "", context.divides_by_active_ranks()};
-  const auto prepare = [coding, buffer, index = bucket.getIndex(), world_size = context.group->getSize()] {
-    cpu::BucketRange whole;
+  const auto prepare = [coding, buffer, index = bucket.getIndex()] {
+    codec::BucketRange whole;
     whole.length = static_cast<std::uint64_t>(buffer.numel());
-    return coded_bucket(coding, buffer, index, world_size, {whole});
+    return coded_bucket(coding, buffer, index, {whole});
   };
-  return exchange_coded(context, buffer, prepare, pool_);
+  return exchange_.start(context, bucket, prepare);
 }
 
 FuturePtr FP16Compress::exchange(const ExchangeContext& context, GradBucket& bucket) {
-  const at::Tensor& buffer = bucket.getBuffer();
-  check_on_cpu(name(), buffer);
   const Coding coding{BlockFormat::kFloat16, kFloat16Block, "", context.divides_by_active_ranks()};
-  const auto prepare = [coding, bucket, world_size = context.group->getSize()] {
-    return coded_bucket(coding, bucket.getBuffer(), bucket.getIndex(), world_size, ranges_of(bucket));
+  const auto prepare = [coding, bucket] {
+    return coded_bucket(coding, bucket.getBuffer(), bucket.getIndex(), ranges_of(bucket));
   };
-  return exchange_coded(context, buffer, prepare, pool_);
+  return exchange_.start(context, bucket, prepare);
 }
 
 bool BlockQuantize::is_exempt(const at::Tensor& parameter) const {
@@ -128,17 +121,14 @@ void BlockQuantize::set_exempt(const std::vector<at::Tensor>& parameters) {
 }
 
 FuturePtr BlockQuantize::exchange(const ExchangeContext& context, GradBucket& bucket) {
-  const at::Tensor& buffer = bucket.getBuffer();
-  check_on_cpu(name(), buffer);
   const std::string more =
       ", block=" + std::to_string(config_.block) + (config_.error_feedback ? ", error_feedback" : "");
   const Coding coding{config_.format, config_.block, more, context.divides_by_active_ranks()};
   std::vector<bool> exempt;
   for (const at::Tensor& parameter : bucket.getParameters()) exempt.push_back(is_exempt(parameter));
   const std::shared_ptr<Remainders> remainders = config_.error_feedback ? remainders_ : nullptr;
-  const auto prepare = [coding, bucket, exempt = std::move(exempt), remainders,
-                        world_size = context.group->getSize()] {
-    std::vector<cpu::BucketRange> ranges = ranges_of(bucket);
+  const auto prepare = [coding, bucket, exempt = std::move(exempt), remainders] {
+    std::vector<codec::BucketRange> ranges = ranges_of(bucket);
     const std::vector<at::Tensor> parameters = bucket.getParameters();
     std::vector<at::Tensor> keeps;
     for (std::size_t i = 0; i < ranges.size(); ++i) {
@@ -147,10 +137,9 @@ FuturePtr BlockQuantize::exchange(const ExchangeContext& context, GradBucket& bu
       keeps.push_back(remainders->of(parameters[i]));
       ranges[i].remainder = keeps.back().mutable_data_ptr<float>();
     }
-    return coded_bucket(coding, bucket.getBuffer(), bucket.getIndex(), world_size, std::move(ranges),
-                        std::move(keeps));
+    return coded_bucket(coding, bucket.getBuffer(), bucket.getIndex(), std::move(ranges), std::move(keeps));
   };
-  return exchange_coded(context, buffer, prepare, pool_);
+  return exchange_.start(context, bucket, prepare);
 }
 
 }  // namespace fccl::hooks

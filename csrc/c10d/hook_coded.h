@@ -18,8 +18,8 @@ namespace fccl::hooks {
 //
 // Where ranks share memory, the bucket is narrowed inside its own memory, averaged by one all_reduce of the
 // engine, and widened there: nothing is allocated, so no time goes into page faults, and a bucket in shared
-// memory stays in it. Elsewhere, and where the mean is over the ranks that have data, it goes through
-// exchange_coded(). The bits are the same.
+// memory stays in it. Elsewhere, and where the mean is over the ranks that have data, it is coded. The bits
+// are the same.
 class BF16Compress final : public GradientHook {
  public:
   const char* name() const noexcept override { return "fccl.hooks.BF16Compress"; }
@@ -29,7 +29,7 @@ class BF16Compress final : public GradientHook {
   FuturePtr exchange(const ExchangeContext& context, GradBucket& bucket) override;
 
  private:
-  const std::shared_ptr<WireMemoryPool> pool_ = std::make_shared<WireMemoryPool>();
+  CodedExchange exchange_;
 };
 
 // float32 and float64 buckets travel as float16, in blocks of 256 elements that are scaled by a power of two
@@ -43,7 +43,7 @@ class FP16Compress final : public GradientHook {
   FuturePtr exchange(const ExchangeContext& context, GradBucket& bucket) override;
 
  private:
-  const std::shared_ptr<WireMemoryPool> pool_ = std::make_shared<WireMemoryPool>();
+  CodedExchange exchange_;
 };
 
 // All real floating-point buckets travel as one byte per element and one scale per block; what is lost is
@@ -79,7 +79,7 @@ class BlockQuantize final : public GradientHook {
   std::unordered_set<const c10::TensorImpl*> exempt_;
   // Shared with exchanges under way.
   const std::shared_ptr<Remainders> remainders_ = std::make_shared<Remainders>();
-  const std::shared_ptr<WireMemoryPool> pool_ = std::make_shared<WireMemoryPool>();
+  CodedExchange exchange_;
 };
 
 }  // namespace fccl::hooks

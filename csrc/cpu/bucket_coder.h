@@ -10,18 +10,11 @@
 #include <vector>
 
 #include "codec/block.h"
-#include "codec/bucket_layout.h"
+#include "codec/bucket_runs.h"
 
 namespace fccl::cpu {
 
-// A parameter's elements in a bucket of float32.
-struct BucketRange {
-  std::uint64_t begin = 0;   // the first one in the bucket
-  std::uint64_t length = 0;  // how many
-  bool exempt = false;       // these travel as they are
-  // Error feedback: what earlier codes did not say, one number per element; nullptr: none is kept.
-  float* remainder = nullptr;
-};
+using codec::BucketRange;
 
 // How one bucket is coded. Keeps nothing of the bucket itself: const members may run in any thread, but
 // encode() and average() write into the remainders.
@@ -29,10 +22,10 @@ class BucketCoder {
  public:
   // `block`: elements of a block, a multiple of 64 up to kLargestBlock. Ranges may lie in any order.
   BucketCoder(codec::BlockFormat format, std::uint32_t block, int world_size,
-              std::vector<BucketRange> ranges);
+              const std::vector<BucketRange>& ranges);
 
-  const codec::BucketLayout& layout() const noexcept { return layout_; }
-  std::uint64_t wire_bytes() const noexcept { return layout_.world * layout_.shard_bytes(); }
+  const codec::BucketLayout& layout() const noexcept { return runs_.layout; }
+  std::uint64_t wire_bytes() const noexcept { return layout().world * layout().shard_bytes(); }
 
   // `wire`: one shard for every rank, wire_bytes() in all, every one of which is written.
   void encode(const float* bucket, std::byte* wire) const;
@@ -43,10 +36,6 @@ class BucketCoder {
   void decode(const std::byte* wire, float* bucket) const;
 
  private:
-  struct Run {
-    BucketRange range;
-    std::uint64_t first;  // the number of its first block, or exempt element, in the bucket
-  };
   // A part of a run that lies in one shard.
   struct Part {
     std::uint64_t shard;
@@ -62,9 +51,7 @@ class BucketCoder {
   void clear_unused(std::uint64_t rank, std::byte* shard) const;
 
   codec::BlockFormat format_;
-  codec::BucketLayout layout_;
-  std::vector<Run> coded_;
-  std::vector<Run> exempt_;
+  codec::BucketRuns runs_;
 };
 
 }  // namespace fccl::cpu

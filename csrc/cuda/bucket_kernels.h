@@ -10,16 +10,11 @@
 
 #include "codec/block.h"
 #include "codec/bucket_layout.h"
+#include "cuda/bucket_args.h"
 #include "cuda/lanes.h"
 #include "cuda/ranges.h"
 
 namespace fccl::cuda {
-
-inline constexpr int kBucketThreads = 256;
-// A longer block is more registers to a lane, and more bytes on their way at once: 16 to 32 KiB for each
-// multiprocessor, in one block of threads or in four.
-template <int kBlock>
-inline constexpr int kBucketBlocksPerMultiprocessor = kBlock <= 128 ? 4 : (kBlock <= 512 ? 2 : 1);
 
 // A grid's warps, numbered through.
 FCCL_KERNEL std::uint64_t first_warp() { return first_thread() / kWarpSize; }
@@ -58,17 +53,11 @@ FCCL_KERNEL float load_scale(const codec::BucketLayout& layout, const std::byte*
   return load(reinterpret_cast<const float*>(shard + layout.scale_at(slot)));
 }
 
-struct EncodeBucketArgs {
-  codec::BucketLayout layout;
-  RangeTable coded;   // `first` counts blocks
-  RangeTable exempt;  // `first` counts elements
-  std::byte* wire;    // world shards
-};
-
 template <class Source, class Code, int kBlock>
 struct EncodeBucket {
   static constexpr int kThreads = kBucketThreads;
-  static constexpr int kBlocksPerMultiprocessor = kBucketBlocksPerMultiprocessor<kBlock>;
+  static constexpr int kBlocksPerMultiprocessor =
+      bucket_blocks_per_multiprocessor(BucketKernel::kEncode, kBlock);
   using Args = EncodeBucketArgs;
   using Stored = typename Source::Stored;
 
@@ -138,20 +127,11 @@ struct EncodeBucket {
   }
 };
 
-struct ReduceShardArgs {
-  codec::BucketLayout layout;
-  RangeTable coded;        // for remainders; only those of the own shard are touched
-  const std::byte* wires;  // the own shard, as each rank has sent it
-  std::byte* out;          // one shard
-  const float* divisor;    // in device memory: how many ranks the mean is over
-  std::uint32_t rank;
-};
-
 template <class Code, int kBlock>
 struct ReduceShard {
   static constexpr int kThreads = kBucketThreads;
-  // It keeps more beside a block's elements than the others do: whose turn it is, and who has spoken.
-  static constexpr int kBlocksPerMultiprocessor = kBlock <= 128 ? 3 : kBucketBlocksPerMultiprocessor<kBlock>;
+  static constexpr int kBlocksPerMultiprocessor =
+      bucket_blocks_per_multiprocessor(BucketKernel::kReduce, kBlock);
   using Args = ReduceShardArgs;
 
   FCCL_KERNEL static void run(const Args& args) {
@@ -252,18 +232,11 @@ struct ReduceShard {
   }
 };
 
-struct DecodeBucketArgs {
-  codec::BucketLayout layout;
-  RangeTable coded;
-  RangeTable exempt;
-  const std::byte* wire;      // world shards
-  std::uint32_t* not_finite;  // set to 1 if any gradient is inf or NaN; null: nobody asks
-};
-
 template <class Source, class Code, int kBlock>
 struct DecodeBucket {
   static constexpr int kThreads = kBucketThreads;
-  static constexpr int kBlocksPerMultiprocessor = kBucketBlocksPerMultiprocessor<kBlock>;
+  static constexpr int kBlocksPerMultiprocessor =
+      bucket_blocks_per_multiprocessor(BucketKernel::kDecode, kBlock);
   using Args = DecodeBucketArgs;
   using Stored = typename Source::Stored;
 

@@ -207,10 +207,18 @@ class DeviceRuntime final : public Runtime {
       throw Error(ErrorKind::kSystem, std::string("no ") + name_of(plan.algorithm) + " kernel for " +
                                           fccl::name_of(plan.element));
     }
-    void* parameters[] = {const_cast<void*>(args)};
-    check(
-        cudaLaunchKernel(kernel.entry, dim3(plan.blocks), dim3(plan.threads), parameters, 0, native(stream)),
-        "cudaLaunchKernel");
+    launch(kernel, plan.blocks, plan.threads, args, stream);
+  }
+
+  void launch(const BucketLaunch& pass, const void* args, StreamHandle stream) override {
+    const OnDevice on(device_);
+    const KernelEntry kernel = find_kernel(pass.kernel, pass.gradients, pass.code, pass.block);
+    if (kernel.entry == nullptr) {
+      throw Error(ErrorKind::kSystem, std::string("no kernel of this build codes buckets of ") +
+                                          fccl::name_of(pass.gradients) + " in blocks of " +
+                                          std::to_string(pass.block));
+    }
+    launch(kernel, pass.blocks, pass.threads, args, stream);
   }
 
   void load_kernels() override {
@@ -231,6 +239,14 @@ class DeviceRuntime final : public Runtime {
   }
 
  private:
+  // With the device made the current one.
+  static void launch(const KernelEntry& kernel, unsigned blocks, unsigned threads, const void* args,
+                     StreamHandle stream) {
+    void* parameters[] = {const_cast<void*>(args)};
+    check(cudaLaunchKernel(kernel.entry, dim3(blocks), dim3(threads), parameters, 0, native(stream)),
+          "cudaLaunchKernel");
+  }
+
   // Waits for no kernel, and no kernel waits for it. With mutex_ held.
   cudaStream_t own_stream() {
     if (own_stream_ == nullptr)

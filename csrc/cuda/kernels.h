@@ -8,6 +8,7 @@
 
 #include "codec/block.h"
 #include "common/dtype.h"
+#include "cuda/bucket_args.h"
 #include "cuda/policy.h"
 
 namespace fccl::cuda {
@@ -19,12 +20,6 @@ struct KernelEntry {
 
 // `element`: as LaunchPlan has it.
 KernelEntry find_kernel(Algorithm algorithm, DType element);
-
-enum class BucketKernel {
-  kEncode,  // EncodeBucket
-  kReduce,  // ReduceShard: knows nothing of the gradients' type
-  kDecode,  // DecodeBucket
-};
 
 KernelEntry find_kernel(BucketKernel kernel, DType gradients, codec::BlockFormat code, std::uint32_t block);
 

@@ -3,22 +3,10 @@
 
 #include <cstddef>
 
+#include "cuda/bucket_args.h"
 #include "cuda/seam.h"
 
 namespace fccl::cuda {
-
-// A run of elements that lie together. Tables of them lie in device memory, ordered by `first`.
-struct Range {
-  std::byte* data;
-  float* remainder;      // what earlier codes did not say (error feedback), one per element; null: none
-  std::uint64_t length;  // elements
-  std::uint64_t first;   // the number of its first block, or of its first element, in the whole table
-};
-
-struct RangeTable {
-  const Range* ranges;
-  std::uint32_t count;
-};
 
 // The range that holds number `at`, which some range does.
 FCCL_KERNEL Range find_range(const RangeTable& table, std::uint64_t at) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/descriptor.h"
+#include "cuda/bucket_args.h"
 #include "cuda/policy.h"
 
 namespace fccl::cuda {
@@ -69,6 +70,9 @@ class Runtime {
 
   // `args`: the kernel's Args. Never waits for the device.
   virtual void launch(const LaunchPlan& plan, const void* args, StreamHandle stream) = 0;
+  // One pass over a bucket: `args` are EncodeBucketArgs, ReduceShardArgs or DecodeBucketArgs. It waits for
+  // nobody, so any grid is right. Throws Error (kUnsupported) if there is no such kernel.
+  virtual void launch(const BucketLaunch& launch, const void* args, StreamHandle stream) = 0;
   // Loads all kernels, which a capture must not do.
   virtual void load_kernels() = 0;
   // Writes a word of device memory, own or a peer's, beside whatever the device is doing: a kernel that waits

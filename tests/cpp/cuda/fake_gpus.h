@@ -18,6 +18,7 @@
 
 #include "common/error.h"
 #include "cuda/all_reduce.h"
+#include "cuda/fake_buckets.h"
 #include "cuda/gather_broadcast.h"
 #include "cuda/gpu_group.h"
 #include "cuda/launcher.h"
@@ -96,6 +97,7 @@ class FakeRuntime final : public Runtime {
   int events = 0;
   std::atomic<int> pokes{0};
   Session last_session{};
+  BucketLaunch last_pass{};
 
   DeviceFacts facts() override {
     fail_if(Fails::kFacts, "no device");
@@ -182,6 +184,12 @@ class FakeRuntime final : public Runtime {
       case DType::kBFloat16: run<BFloat16>(plan, args); break;
       default: throw Error(ErrorKind::kSystem, "this fake has no such kernel");
     }
+  }
+  void launch(const BucketLaunch& pass, const void* args, StreamHandle stream) override {
+    last_pass = pass;
+    log.push_back("bucket kernel " + std::to_string(static_cast<int>(pass.kernel)) + " on " + name(stream));
+    fail_if(Fails::kLaunch, "no room");
+    run_bucket_kernel(pass, args, 2);
   }
   void load_kernels() override { fail_if(Fails::kLoad, "no such kernel image"); }
   void poke(std::uint32_t* at, std::uint32_t value) override {
