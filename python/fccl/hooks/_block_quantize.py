@@ -55,7 +55,7 @@ class BlockQuantize(GradientHook):
     rank, in a file of its own. An exchange that failed may leave that step's remainders behind.
 
     float16 and bfloat16 gradients are compressed as well. Complex and sparse ones are exchanged as ``AllReduce``
-    does. CPU tensors only, so far.
+    does. CUDA buckets need a build with CUDA kernels (``NotImplementedError`` from ``backward()`` otherwise).
 
     Args:
         format: ``"int8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``.

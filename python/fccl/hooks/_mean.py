@@ -23,10 +23,10 @@ class BF16Compress(GradientHook):
     """Exchanges float32 and float64 gradients as bfloat16: a half or a quarter of the bytes.
 
     Each rank rounds its gradients to bfloat16 (8 significant bits, the range of float32; a float64 is
-    rounded to float32 on the way). On CPU, over every backend, these are added and divided in float32, in the
+    rounded to float32 on the way). Over every backend these are added and divided in float32, in the
     order of the ranks, and rounded once more for the way back; the result is written back in the gradient's own
     dtype. Where ranks share memory that is one all_reduce, elsewhere an all_to_all and an all_gather of bytes.
-    CUDA tensors are summed by NCCL in bfloat16.
+    CUDA buckets go the second way in builds with CUDA kernels; without, they are summed by NCCL in bfloat16.
 
     Values beyond bfloat16's largest (3.39e38), and float64 ones beyond float32's, become inf. inf and NaN
     stay what they are. 16-bit, complex and sparse gradients are exchanged as ``AllReduce`` does.
@@ -48,7 +48,7 @@ class FP16Compress(GradientHook):
     Within a block, magnitudes below 2**-29 of the largest keep fewer bits, and below 2**-39 of it they become 0.
     Blocks of nothing above 2**-80 (8e-25) become 0. Values within a factor of 1 - 2**-12 of float32's largest,
     and float64 ones beyond it, become inf. inf and NaN stay what they are. 16-bit, complex and sparse
-    gradients are exchanged as ``AllReduce`` does. CPU tensors only, so far.
+    gradients are exchanged as ``AllReduce`` does. CUDA buckets need a build with CUDA kernels.
     """
 
     _native_name = "FP16Compress"
