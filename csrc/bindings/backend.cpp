@@ -64,7 +64,7 @@ c10::intrusive_ptr<FcclBackend> make_backend(c10::intrusive_ptr<::c10d::Store> s
                                              std::chrono::milliseconds timeout, std::string group_name,
                                              std::vector<std::uint64_t> global_ranks,
                                              c10d_backend::InnerFactory cpu_factory,
-                                             c10d_backend::InnerFactory cuda_factory) {
+                                             c10d_backend::InnerFactory cuda_factory, bool cuda_by_gloo) {
   FcclBackend::Config config;
   config.store = std::move(store);
   config.rank = rank;
@@ -74,6 +74,7 @@ c10::intrusive_ptr<FcclBackend> make_backend(c10::intrusive_ptr<::c10d::Store> s
   config.global_ranks = std::move(global_ranks);
   config.cpu_factory = std::move(cpu_factory);
   config.cuda_factory = std::move(cuda_factory);
+  config.cuda_by_gloo = cuda_by_gloo;
   // Peers may come late, and the factory takes the lock itself.
   py::gil_scoped_release unlocked;
   return FcclBackend::create(std::move(config));
@@ -114,7 +115,7 @@ void bind_backend(py::module_& m) {
       m, "FcclBackend", "The c10d backend of one process group.")
       .def(py::init(&make_backend), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
            py::arg("group_name"), py::arg("global_ranks"), py::arg("cpu_factory"),
-           py::arg("cuda_factory") = nullptr)
+           py::arg("cuda_factory") = nullptr, py::arg("cuda_by_gloo") = false)
       .def_property_readonly("engine", &FcclBackend::engine,
                              "What carries CPU collectives: 'shared-memory' or 'inner'.")
       .def_property_readonly("why_inner", &FcclBackend::why_inner,

@@ -82,6 +82,7 @@ FcclBackend::FcclBackend(Config config)
       global_ranks_(config.global_ranks),
       store_(incarnation_store(config)),
       cuda_factory_(config.cuda_factory),
+      cuda_by_gloo_(config.cuda_by_gloo),
       executor_(std::make_shared<Executor>()) {
   TORCH_CHECK_VALUE(config.size >= 1 && config.rank >= 0 && config.rank < config.size, "fccl: rank ",
                     config.rank, " in a group of ", config.size,

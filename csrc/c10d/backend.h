@@ -1,7 +1,8 @@
 // The c10d backend "fccl": one object per process group, for all its devices.
 //
 // CPU tensors: collectives and messages run on the shared-memory engine or, where ranks share no memory, on
-// an inner Gloo; collectives in the order the executor gives them. CUDA tensors go to an inner NCCL.
+// an inner Gloo; collectives in the order the executor gives them. CUDA tensors go to an inner NCCL, or to a
+// second Gloo where that is asked for.
 #pragma once
 
 #include <atomic>
@@ -38,7 +39,8 @@ class FcclBackend final : public ::c10d::Backend {
     std::string group_name;
     std::vector<std::uint64_t> global_ranks;
     InnerFactory cpu_factory;   // Gloo; called if the ranks share no memory
-    InnerFactory cuda_factory;  // NCCL; empty where torch has none; called at the first CUDA tensor
+    InnerFactory cuda_factory;  // empty where torch has none; called at the first CUDA tensor
+    bool cuda_by_gloo = false;  // what that makes: a Gloo, or the usual NCCL
   };
 
   using Work = ::c10d::Work;
@@ -180,13 +182,13 @@ class FcclBackend final : public ::c10d::Backend {
   WorkPtr exchange(const Call& call, const Tensors& named, Tensors results, Tensors outputs, Tensors inputs);
 
   // ---- CUDA tensors (cuda_calls.cpp) ----
-  // The inner NCCL, made at the first CUDA tensor.
+  // The inner engine, made at the first CUDA tensor.
   ::c10d::Backend& cuda(const Call& call, const at::Tensor& tensor);
-  // One operation of the inner NCCL, in its turn beside fccl's own kernels.
+  // One operation of the inner engine, in its turn beside fccl's own kernels.
   using InnerCall = std::function<WorkPtr(::c10d::Backend& inner)>;
   WorkPtr on_cuda(const Call& call, const at::Tensor& tensor, const InnerCall& inner);
-  // A collective by fccl's own kernels; null if it is the inner NCCL's. `op` is all_reduce's, `root`
-  // broadcast's.
+  // A collective by fccl's own kernels; null if it is the inner engine's. `op` is all_reduce's,
+  // `root` broadcast's.
   WorkPtr by_kernel(const Call& call, const at::Tensor& input, const at::Tensor& output,
                     const ::c10d::ReduceOp& op = ::c10d::ReduceOp::SUM, std::int64_t root = 0);
   // The engine of these kernels, which all ranks make together at their first collective on CUDA tensors;
@@ -196,6 +198,8 @@ class FcclBackend final : public ::c10d::Backend {
   struct Gpu;
   static void fail(Gpu& gpu);  // with the group on CPU
   bool is_coalescing();
+  const char* cuda_inner_name() const noexcept { return cuda_by_gloo_ ? "Gloo" : "NCCL"; }
+  void check_gloo_can(const Call& call, const at::Tensor& tensor);
   // Checks the arguments; throws what torch should see.
   Call point_to_point(::c10d::OpType type, const char* title, const Tensors& tensors, int peer);
   WorkPtr begin_message(const Call& call, const at::Tensor& tensor, int peer, int tag);
@@ -208,6 +212,7 @@ class FcclBackend final : public ::c10d::Backend {
   const std::vector<std::uint64_t> global_ranks_;
   c10::intrusive_ptr<::c10d::Store> store_;  // this incarnation's own
   InnerFactory cuda_factory_;
+  const bool cuda_by_gloo_;
   std::mutex cuda_mutex_;
   BackendPtr cuda_inner_;
   // Shared with what runs when the group fails, which may be after this object.

@@ -245,7 +245,7 @@ FcclBackend::WorkPtr FcclBackend::barrier(const ::c10d::BarrierOptions& opts) {
   const Call c = call(OpType::BARRIER, Collective::kBarrier, "fccl:barrier", opts.asyncOp, opts.timeout);
   const bool names_cuda = (opts.device.has_value() && opts.device->is_cuda()) || !opts.device_ids.empty();
   if (names_cuda && cuda_factory_) {
-    if (carrier_->mode() != Carrier::Mode::kEngine)
+    if (carrier_->mode() != Carrier::Mode::kEngine && !cuda_by_gloo_)
       return on_cuda(c, {}, [&](::c10d::Backend& inner) { return inner.barrier(opts); });
     // NCCL's is a collective whose end the host waits for. Waiting for the stream and then for the peers is
     // as good, and needs no NCCL.

@@ -35,11 +35,11 @@ bool is_plain_on_gpu(const at::Tensor& tensor, const c10::Device& device) {
     if (!cuda_factory_) {
       refuse(c, Fault::kValue,
              "the tensor is " + (tensor.defined() ? describe(tensor) : std::string("on cuda")) +
-                 ", expected a CPU tensor: this torch has no NCCL or sees no GPU");
+                 ", expected a CPU tensor: this torch has no " + cuda_inner_name() + " or sees no GPU");
     }
     cuda_inner_ = cuda_factory_(inner_store(store_, "cuda"));
     if (getBoundDeviceId()) cuda_inner_->setBoundDeviceId(getBoundDeviceId());
-    if (is_coalescing()) cuda_inner_->startCoalescing();
+    if (is_coalescing() && !cuda_by_gloo_) cuda_inner_->startCoalescing();
   }
   return *cuda_inner_;
 }
@@ -50,14 +50,51 @@ bool FcclBackend::is_coalescing() {
   return coalescing_ && coalescing_thread_ == std::this_thread::get_id();
 }
 
+// Gloo takes CUDA tensors through copies in pinned memory, for these calls. Others it would read from the
+// host at the device's address, or refuse in words that do not say who asked it.
+void FcclBackend::check_gloo_can(const Call& c, const at::Tensor& tensor) {
+  switch (c.type) {
+    case OpType::BROADCAST:
+    case OpType::ALLREDUCE:
+    case OpType::REDUCE:
+    case OpType::ALLGATHER:
+    case OpType::_ALLGATHER_BASE:
+    case OpType::GATHER:
+    case OpType::SCATTER:
+    case OpType::ALLTOALL_BASE: break;
+    default: {
+      const std::string why = "the tensor is " + describe(tensor) +
+                              ", expected a CPU tensor: FCCL_CUDA_INNER=gloo is set, and Gloo has no such "
+                              "call for CUDA tensors. Copy "
+                              "it to the CPU, or unset FCCL_CUDA_INNER so that NCCL carries it";
+      if (c.collective != Collective::kNone) refuse(c, Fault::kUnsupported, why);
+      // A message: no other rank's collectives know of it.
+      C10_THROW_ERROR(NotImplementedError, std::string("fccl ") + (c.title + sizeof("fccl:") - 1) +
+                                               " on rank " + std::to_string(rank_) + ": " + why);
+    }
+  }
+  const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
+  const auto runtime = make_gpu_runtime(tensor.device());
+  if (runtime != nullptr && runtime->capture_of(guard.getStream(tensor.device()).native_handle()) != 0) {
+    refuse(
+        c, Fault::kUnsupported,
+        "the current stream is being captured into a CUDA graph, and this call goes to Gloo "
+        "(FCCL_CUDA_INNER=gloo), whose work on the host no graph can hold. What fccl's kernels carry can be "
+        "captured after fccl.cuda.warm_up(group); or unset FCCL_CUDA_INNER so that NCCL carries the rest");
+  }
+}
+
 FcclBackend::WorkPtr FcclBackend::on_cuda(const Call& c, const at::Tensor& tensor, const InnerCall& inner) {
-  ::c10d::Backend& nccl = cuda(c, tensor);
+  if (cuda_by_gloo_ && cuda_factory_) check_gloo_can(c, tensor);
+  ::c10d::Backend& engine = cuda(c, tensor);
   const auto gpu = gpu_engine();
   // Messages have no order among the ranks, so none can be kept: NCCL has a communicator and a stream for
   // each pair.
   const bool is_message = c.collective == Collective::kNone;
-  if (gpu == nullptr || is_message) return inner(nccl);
-  const auto call_inner = [&] { return inner(nccl); };
+  if (gpu == nullptr || is_message) return cuda_by_gloo_ ? track(inner(engine)) : inner(engine);
+  const auto call_inner = [&] { return inner(engine); };
+  // Gloo knows no groups of calls: each is a work of its own, and the batch's work is all of them.
+  if (cuda_by_gloo_) return track(gpu->in_turn(c.async, call_inner));
   if (!is_coalescing()) return gpu->in_turn(c.async, call_inner);
   coalesced_on_gpu_ = true;
   return gpu->coalesced(call_inner);
@@ -115,7 +152,7 @@ std::shared_ptr<GpuEngine> FcclBackend::gpu_engine(const Call& c, const at::Tens
     })->wait();
     if (made == nullptr && rank_ == 0) {
       warn("fccl: group " + group_name_ + " does not use its CUDA kernels: " + why_not +
-           ". Its CUDA collectives go through NCCL.");
+           ". Its CUDA collectives go through " + cuda_inner_name() + ".");
     }
   }
   // Not after an exception: what the ranks have not agreed on is not settled.

@@ -179,11 +179,13 @@ void GpuEngine::end_coalesced(::c10d::Work* work) {
   if (const auto failure = group_->failure()) throw_as_torch(*failure);
 }
 
-// Such a Future is complete as soon as it is made: to wait for it makes the current stream wait, not the
-// host. It holds the outputs, so it is not kept.
+// NCCL's Future is complete as soon as it is made: to wait for it makes the current stream wait, not the
+// host. It holds the outputs, so it is not kept. Gloo's is complete when the host has done the work. That is
+// not waited for: its only kernels are copies, which wait for no peer on the device, so whatever comes next
+// may overtake them.
 void GpuEngine::leave_asynchronous(::c10d::Work* work) {
   const auto future = work != nullptr ? work->getFuture() : nullptr;
-  if (!future) {
+  if (!future || !future->completed() || future->hasError()) {
     group_->leave_inner(current().native_handle());
     return;
   }

@@ -314,7 +314,7 @@ void FcclBackend::startCoalescing() {
     coalescing_ = true;
   }
   std::lock_guard lock(cuda_mutex_);
-  if (cuda_inner_) cuda_inner_->startCoalescing();
+  if (cuda_inner_ && !cuda_by_gloo_) cuda_inner_->startCoalescing();
 }
 
 FcclBackend::WorkPtr FcclBackend::endCoalescing() {
@@ -329,7 +329,7 @@ FcclBackend::WorkPtr FcclBackend::endCoalescing() {
     std::lock_guard lock(cuda_mutex_);
     nccl = cuda_inner_;
   }
-  if (nccl) {
+  if (nccl && !cuda_by_gloo_) {
     auto work = nccl->endCoalescing();  // whatever has failed: NCCL's own group of calls must end
     const auto gpu = gpu_engine();
     if (gpu && std::exchange(coalesced_on_gpu_, false)) gpu->end_coalesced(work.get());

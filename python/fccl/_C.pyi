@@ -33,6 +33,7 @@ class FcclBackend(Backend):
         global_ranks: list[int],
         cpu_factory: Callable[[Store], Backend],
         cuda_factory: Callable[[Store], Backend] | None = None,
+        cuda_by_gloo: bool = False,
     ) -> None: ...
     @property
     def engine(self) -> str: ...

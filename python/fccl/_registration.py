@@ -5,6 +5,7 @@ Nothing here imports the compiled module before a process group is made.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ def create_backend(options: Any, pg_options: Any = None) -> FcclBackend:
         The backend.
 
     Raises:
+        ValueError: ``FCCL_CUDA_INNER`` is neither ``nccl`` nor ``gloo``.
         ImportError: The compiled module is missing or does not fit; see ``fccl._extension.load``.
         TypeError: ``pg_options`` is something else.
         NotImplementedError: The group shall be reconfigurable (torch 2.14 and later).
@@ -53,10 +55,12 @@ def create_backend(options: Any, pg_options: Any = None) -> FcclBackend:
             "fccl groups cannot be reconfigured (enable_reconfigure=True): their members are settled when they are "
             "made. Destroy the process group and initialise a new one, in the same processes if you like"
         )
-    nccl = _nccl_class()
+    cuda_by_gloo = cuda_inner() == "gloo"
+    nccl = None if cuda_by_gloo else _nccl_class()
     if pg_options is not None and not (nccl is not None and isinstance(pg_options, nccl.Options)):
         raise TypeError(
-            f"fccl takes ProcessGroupNCCL.Options (for its inner NCCL) as pg_options, got {type(pg_options).__name__}"
+            "fccl takes ProcessGroupNCCL.Options (for its inner NCCL) as pg_options, "
+            f"got {type(pg_options).__name__}{' and FCCL_CUDA_INNER=gloo' if cuda_by_gloo else ''}"
         )
 
     def make_gloo(store: dist.Store) -> Any:
@@ -83,6 +87,9 @@ def create_backend(options: Any, pg_options: Any = None) -> FcclBackend:
         raise RuntimeError(
             "fccl stands on Gloo for what it does not carry itself, and this torch has no Gloo"
         )
+    cuda_factory = make_nccl if nccl is not None else None
+    if cuda_by_gloo and torch.cuda.is_available():
+        cuda_factory = make_gloo
     backend: FcclBackend = module.FcclBackend(
         store=options.store,
         rank=rank,
@@ -91,7 +98,8 @@ def create_backend(options: Any, pg_options: Any = None) -> FcclBackend:
         group_name=name,
         global_ranks=ranks,
         cpu_factory=make_gloo,
-        cuda_factory=make_nccl if nccl is not None else None,
+        cuda_factory=cuda_factory,
+        cuda_by_gloo=cuda_by_gloo,
     )
     return backend
 
@@ -100,6 +108,21 @@ def _begin_counting(inner: Any) -> None:
     """Has a backend begin its sequence numbers, which torch 2.14 and later do by themselves (and warn)."""
     if torch.__version__ < (2, 14):
         inner._set_sequence_number_for_group()
+
+
+def cuda_inner() -> str:
+    """What carries CUDA tensors where fccl's kernels do not, by ``FCCL_CUDA_INNER``: ``nccl`` or ``gloo``.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    value = os.environ.get("FCCL_CUDA_INNER", "nccl")
+    if value not in _CUDA_INNERS:
+        raise ValueError(f"FCCL_CUDA_INNER is {value!r}, expected one of {', '.join(_CUDA_INNERS)}")
+    return value
+
+
+_CUDA_INNERS = ("nccl", "gloo")
 
 
 def _nccl_class() -> Any:
