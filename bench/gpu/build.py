@@ -95,7 +95,16 @@ def build_programs(setting: Setting) -> Outcome:
             "FCCL_CUDA_ARCHITECTURES": setting.architectures,
         }
         setting.run_program(
-            ["cmake", "-S", REPOSITORY, "-B", folder, "-G", "Ninja", *(f"-D{k}={v}" for k, v in defines.items())]
+            [
+                "cmake",
+                "-S",
+                REPOSITORY,
+                "-B",
+                folder,
+                "-G",
+                "Ninja",
+                *(f"-D{k}={v}" for k, v in defines.items()),
+            ]
         )
         setting.run_program(["cmake", "--build", folder, "-j", str(setting.jobs)])
     # Whether they would notice: the same cases on a CPU, right and with one wrong bit.

@@ -64,7 +64,19 @@ def python_tests(setting: Setting) -> Outcome:
     tests = sorted((REPOSITORY / "tests" / "python").glob("test_cuda*.py"))
     done = setting.run(
         # (pyproject.toml's options want plugins that may not be there.)
-        [setting.python, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "cuda", *tests]
+        [
+            setting.python,
+            "-m",
+            "pytest",
+            "-q",
+            "-o",
+            "addopts=",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "cuda",
+            *tests,
+        ]
     )
     if done.code != 0:
         raise fail(f"exit status {done.code}: {done.last_line}")

@@ -33,9 +33,7 @@ def measurement_of(what: str) -> Body:
     """
 
     def body(setting: Setting) -> Outcome:
-        return passed_with_rows(
-            setting.run_program([build.program(setting, "measure_kernels"), what]).output
-        )
+        return passed_with_rows(setting.run_program([build.program(setting, "measure_kernels"), what]).output)
 
     return body
 

@@ -122,19 +122,21 @@ class Setting:
         words = [str(word) for word in command]
         started = time.monotonic()
         try:
-            done = processes.run(
-                words, self.deadline - started, self.environment(extra), cwd=REPOSITORY
-            )
+            done = processes.run(words, self.deadline - started, self.environment(extra), cwd=REPOSITORY)
         except OSError as error:
             raise fail(f"{words[0]} could not be started: {error}") from error
         how = "time was up" if done.code is None else f"exit status {done.code}"
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(words)}\n{done.output}\n({how}, {time.monotonic() - started:.1f} s)\n\n")
         if done.code is None:
-            raise StageEndedError(Verdict.TIMED_OUT, f"{Path(words[0]).name}: {done.last_line or 'said nothing'}")
+            raise StageEndedError(
+                Verdict.TIMED_OUT, f"{Path(words[0]).name}: {done.last_line or 'said nothing'}"
+            )
         return done
 
-    def run_program(self, command: Sequence[str | Path], extra: Mapping[str, str] | None = None) -> processes.Done:
+    def run_program(
+        self, command: Sequence[str | Path], extra: Mapping[str, str] | None = None
+    ) -> processes.Done:
         """The same, for a command that must succeed.
 
         Args:
@@ -149,7 +151,9 @@ class Setting:
             raise skip(done.last_line)
         if done.code != 0:
             wrong = [line for line in done.output.splitlines() if line.startswith("WRONG")]
-            raise fail(wrong[0] if wrong else f"exit status {done.code}: {done.last_line or 'it said nothing'}")
+            raise fail(
+                wrong[0] if wrong else f"exit status {done.code}: {done.last_line or 'it said nothing'}"
+            )
         return done
 
 

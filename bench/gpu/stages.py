@@ -12,7 +12,9 @@ STAGES = [
     Stage("programs", "the standalone programs, tried on fibres", 240, build.build_programs, needs_gpu=False),
     Stage("buckets", "encode, reduce and decode: the CPU's bits", 60, kernels.check_of("buckets")),
     Stage("pack", "pack and unpack: a plain loop's bits", 60, kernels.check_of("pack")),
-    Stage("collectives", "one-shot, two-shot, all_gather, broadcast: exact", 60, kernels.check_of("collectives")),
+    Stage(
+        "collectives", "one-shot, two-shot, all_gather, broadcast: exact", 60, kernels.check_of("collectives")
+    ),
     Stage("sanitizer", "the same under compute-sanitizer, small sizes", 120, kernels.sanitize),
     Stage("bandwidth", "bucket and packing kernels beside a copy", 90, kernels.measurement_of("bandwidth")),
     Stage("latency", "the protocol's floor, without a link", 45, kernels.measurement_of("latency")),

@@ -58,8 +58,8 @@ Terms settle_devices(std::span<const RankTerms> ranks) {
     }
     if (ranks[r].usable != 1) return no(rank(r) + ": " + why_of(ranks[r]));
   }
-  const bool may_share = std::all_of(ranks.begin(), ranks.end(),
-                                     [](const RankTerms& each) { return each.may_share_gpu == 1; });
+  const bool may_share =
+      std::all_of(ranks.begin(), ranks.end(), [](const RankTerms& each) { return each.may_share_gpu == 1; });
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     for (std::size_t other = 0; other < r; ++other) {
       // Kernels that wait for each other should run at once, which processes that share a GPU do not: each

@@ -27,7 +27,8 @@ struct RankTerms {
   std::uint8_t usable = 1;     // 0: this rank will not, see `why`
   std::uint8_t deterministic = 0;
   std::uint8_t float32_accumulation = 0;
-  std::uint8_t may_share_gpu = 0;  // whether ranks may have one GPU between them: for tests on a machine with one
+  std::uint8_t may_share_gpu =
+      0;  // whether ranks may have one GPU between them: for tests on a machine with one
   std::uint64_t half_bytes = 0;  // of the workspace it would make
   char why[160] = {};            // NUL-terminated
 

@@ -18,7 +18,17 @@ import torch
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "bench" / "gpu" / "check.sh"
-STAGES = ["build", "programs", "buckets", "pack", "collectives", "sanitizer", "bandwidth", "latency", "processes"]
+STAGES = [
+    "build",
+    "programs",
+    "buckets",
+    "pack",
+    "collectives",
+    "sanitizer",
+    "bandwidth",
+    "latency",
+    "processes",
+]
 STAGES += ["hooks", "ddp", "graphs", "failures", "pytest"]
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -36,7 +46,9 @@ def check(tmp_path: Path, *arguments: str, out: bool = True) -> subprocess.Compl
 def rows_of(markdown: str) -> dict[str, list[str]]:
     """The first table's rows, by stage."""
     table = markdown.split("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line
+    ]
     return {row[0]: row[1:] for row in rows[2:]}
 
 
@@ -71,7 +83,7 @@ def test_without_a_gpu_every_stage_that_needs_one_says_so(tmp_path: Path) -> Non
 
 # ---- stages of its own ----
 
-OTHER = '''
+OTHER = """
 import sys
 from stage import Outcome, Stage, Verdict, fail, passed_with_rows, skip
 
@@ -104,7 +116,7 @@ STAGES = [
     Stage("broken", "is itself at fault", 20, broken, needs_gpu=False),
     Stage("after", "runs all the same", 20, says(0, "still here"), needs_gpu=False),
 ]
-'''
+"""
 
 
 @pytest.fixture
@@ -158,7 +170,9 @@ def test_stages_that_pass_give_status_0_and_time_limits_can_be_stretched(tmp_pat
     assert list(rows_of((tmp_path / "out" / "gpu-check.md").read_text())) == ["good", "after"]
 
 
-def test_an_interrupted_run_ends_what_it_has_started_and_keeps_what_it_knows(tmp_path: Path, other: str) -> None:
+def test_an_interrupted_run_ends_what_it_has_started_and_keeps_what_it_knows(
+    tmp_path: Path, other: str
+) -> None:
     command = [str(SCRIPT), "--stages", other, "--only", "good", "--only", "hangs", "--patience", "30"]
     command += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     process = subprocess.Popen(

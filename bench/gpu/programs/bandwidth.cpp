@@ -27,7 +27,8 @@ using cuda::RangeTable;
 
 constexpr int kWorld = 8;
 constexpr std::uint64_t kParameter = std::uint64_t{1} << 20;  // elements, of each parameter of the bucket
-constexpr std::uint64_t kCacheBytes = std::uint64_t{256} << 20;  // more than any second-level cache twice over
+constexpr std::uint64_t kCacheBytes = std::uint64_t{256}
+                                      << 20;  // more than any second-level cache twice over
 constexpr double kGoal = 0.9;
 
 // One pass of a kernel over buffers of its own.
@@ -52,8 +53,8 @@ struct Pass {
     args.assign(bytes, bytes + sizeof(value));
   }
   // Parameters one behind the other in `data`; `unit`: what Range::first counts, in elements.
-  RangeTable put_ranges(std::byte* data, float* remainders, std::uint64_t elements, std::uint64_t element_bytes,
-                        std::uint64_t unit) {
+  RangeTable put_ranges(std::byte* data, float* remainders, std::uint64_t elements,
+                        std::uint64_t element_bytes, std::uint64_t unit) {
     std::vector<Range> ranges;
     for (std::uint64_t at = 0; at < elements; at += kParameter) {
       ranges.push_back({data + at * element_bytes, remainders != nullptr ? remainders + at : nullptr,
@@ -110,28 +111,28 @@ Subject encode_of(const Coding& coding, DType gradients, bool feedback) {
 }
 
 Subject reduce_of(const Coding& coding, bool feedback) {
-  return {"reduce " + coding.name + ", " + std::to_string(kWorld) + " ranks" +
-              (feedback ? ", error feedback" : ""),
-          [=](std::uint64_t elements) {
-            Pass pass;
-            pass.kernel =
-                cuda::find_kernel(BucketKernel::kReduce, DType::kFloat32, coding.format, coding.block);
-            const BucketLayout layout = coding.layout(elements);
-            // Of the bucket itself only the remainders are touched, those of the own shard.
-            std::byte* const data = pass.allocate(1);
-            auto* const remainders =
-                feedback ? reinterpret_cast<float*>(pass.allocate(elements * sizeof(float))) : nullptr;
-            const float* const divisor = pass.put(std::vector<float>{static_cast<float>(kWorld)});
-            std::byte* const wires = pass.allocate(layout.world * layout.shard_bytes());
-            std::byte* const out = pass.allocate(layout.shard_bytes());
-            pass.set_args(cuda::ReduceShardArgs{
-                layout, pass.put_ranges(data, remainders, elements, 0, coding.block), wires, out, divisor, 0});
-            return pass;
-          },
-          [=](std::uint64_t elements) {
-            const double shard = static_cast<double>(elements) / kWorld;
-            return shard * ((kWorld + 1) * coding.bytes_per_element() + (feedback ? 8 : 0));
-          }};
+  return {
+      "reduce " + coding.name + ", " + std::to_string(kWorld) + " ranks" +
+          (feedback ? ", error feedback" : ""),
+      [=](std::uint64_t elements) {
+        Pass pass;
+        pass.kernel = cuda::find_kernel(BucketKernel::kReduce, DType::kFloat32, coding.format, coding.block);
+        const BucketLayout layout = coding.layout(elements);
+        // Of the bucket itself only the remainders are touched, those of the own shard.
+        std::byte* const data = pass.allocate(1);
+        auto* const remainders =
+            feedback ? reinterpret_cast<float*>(pass.allocate(elements * sizeof(float))) : nullptr;
+        const float* const divisor = pass.put(std::vector<float>{static_cast<float>(kWorld)});
+        std::byte* const wires = pass.allocate(layout.world * layout.shard_bytes());
+        std::byte* const out = pass.allocate(layout.shard_bytes());
+        pass.set_args(cuda::ReduceShardArgs{
+            layout, pass.put_ranges(data, remainders, elements, 0, coding.block), wires, out, divisor, 0});
+        return pass;
+      },
+      [=](std::uint64_t elements) {
+        const double shard = static_cast<double>(elements) / kWorld;
+        return shard * ((kWorld + 1) * coding.bytes_per_element() + (feedback ? 8 : 0));
+      }};
 }
 
 Subject decode_of(const Coding& coding, DType gradients) {

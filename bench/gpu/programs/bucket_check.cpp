@@ -1,7 +1,7 @@
 // Buckets with parameters of many lengths, gaps between them, and numbers of all kinds go the whole way
 // (encode, reduce, decode) on the machine and through the CPU's coder. Wires, shards, remainders and
-// gradients must come out alike to the bit; of a NaN that was multiplied only that it is one, since its sign and
-// payload are the processor's choice.
+// gradients must come out alike to the bit; of a NaN that was multiplied only that it is one, since its sign
+// and payload are the processor's choice.
 #include <cmath>
 #include <iterator>
 #include <string>
@@ -138,8 +138,7 @@ class Bucket {
   std::string compare_gradients() {
     const std::vector<Stored> theirs = machine_.get(device_gradients, gradients.size());
     for (std::size_t i = 0; i < gradients.size(); ++i) {
-      const bool both_nan =
-          std::isnan(Source::widen(theirs[i])) && std::isnan(Source::widen(gradients[i]));
+      const bool both_nan = std::isnan(Source::widen(theirs[i])) && std::isnan(Source::widen(gradients[i]));
       if (!both_nan && std::memcmp(&theirs[i], &gradients[i], sizeof(Stored)) != 0)
         return "element " + std::to_string(i) + " of the bucket differs";
     }
@@ -214,9 +213,9 @@ class BucketRun {
       Bytes expected(layout_.shard_bytes());
       coders_[rank].average(static_cast<int>(rank), received.data(), case_.world, expected.data());
       std::byte* const out = poisoned(expected.size());
-      machine_.launch(
-          0, kernel(BucketKernel::kReduce), case_.grid,
-          cuda::ReduceShardArgs{layout_, buckets_[rank].coded_table, machine_.put(received), out, divisor, rank});
+      machine_.launch(0, kernel(BucketKernel::kReduce), case_.grid,
+                      cuda::ReduceShardArgs{layout_, buckets_[rank].coded_table, machine_.put(received), out,
+                                            divisor, rank});
       machine_.finish();
       const std::string of_rank = "reduce on rank " + std::to_string(rank) + ": ";
       if (!same_bits(machine_.get(out, expected.size()), expected)) return of_rank + "the shard differs";
@@ -288,8 +287,13 @@ void check_source(Machine& machine, const Effort& effort, Report& report) {
       if (kernel.entry == nullptr) continue;
       const auto all_threads = static_cast<unsigned>(kernel.threads);
       for (const bool feedback : {true, false}) {
-        Case c{small_shape(Exempt::kSome, number), format, block, worlds[number % std::size(worlds)],
-               feedback, {2, 96}, effort.seed + number};
+        Case c{small_shape(Exempt::kSome, number),
+               format,
+               block,
+               worlds[number % std::size(worlds)],
+               feedback,
+               {2, 96},
+               effort.seed + number};
         ++number;
         if (machine.is_fast()) c.grid = {1 + static_cast<unsigned>(number % 7), all_threads};
         run_case<Source>(machine, c, report);

@@ -9,9 +9,9 @@
 namespace fccl::gpu_check {
 
 struct Effort {
-  bool small = false;        // few and small cases: for compute-sanitizer, which slows kernels a hundredfold
-  std::uint64_t seed = 1;    // of all data
-  double timeout_s = 10;     // how long a communicating kernel waits for its peers
+  bool small = false;      // few and small cases: for compute-sanitizer, which slows kernels a hundredfold
+  std::uint64_t seed = 1;  // of all data
+  double timeout_s = 10;   // how long a communicating kernel waits for its peers
 };
 
 // EncodeBucket, ReduceShard and DecodeBucket against cpu/bucket_coder.h, to the bit.

@@ -80,8 +80,7 @@ void launch_call(Machine& machine, const RankWorkspaces& workspaces, const Call&
       algorithm_of(call.kind),
       // What only moves bytes has no kernel for 64-bit integers: collectives.cu.
       call.kind >= Kind::kAllGather && Element::kDType == DType::kInt64 ? DType::kInt32 : Element::kDType);
-  const cuda::Session session =
-      workspaces.session(rank, cuda::host::description_of(call, Element::kDType));
+  const cuda::Session session = workspaces.session(rank, cuda::host::description_of(call, Element::kDType));
   const Grid grid{call.blocks, call.threads};
   switch (call.kind) {
     case Kind::kOneShot:
@@ -197,7 +196,8 @@ void check_element(Machine& machine, const Effort& effort, Report& report) {
 
 // The number of a launch has 64 bits; nothing on its way may cut it to 32, or to its last bit.
 void check_generations(Machine& machine, const Effort& effort, Report& report) {
-  for (const std::uint64_t first : {std::uint64_t{0xfffffffc}, std::uint64_t{0x7ffffffc}, ~std::uint64_t{0} - 20}) {
+  for (const std::uint64_t first :
+       {std::uint64_t{0xfffffffc}, std::uint64_t{0x7ffffffc}, ~std::uint64_t{0} - 20}) {
     const RankWorkspaces workspaces(machine, 4, kHalfBytes, first, effort.timeout_s);
     const bool in_step = run_calls<cuda::Float32>(
         machine, workspaces, random_calls(effort.seed + first, 4, 10, true, machine.is_fast()), report);

@@ -136,7 +136,9 @@ void measure_latency(bool quick) {
   std::string why_not;
   const auto machine = make_machine({}, why_not);
   if (machine == nullptr) throw std::runtime_error(why_not);
-  std::printf("ROW | call (all ranks on one GPU: the protocol's floor, no link) | ranks | 4 KiB, us | 64 KiB, us |\n");
+  std::printf(
+      "ROW | call (all ranks on one GPU: the protocol's floor, no link) | ranks | 4 KiB, us | 64 KiB, us "
+      "|\n");
   std::string last;
   for (const Algorithm algorithm : {Algorithm::kOneShotAllReduce, Algorithm::kTwoShotAllReduce,
                                     Algorithm::kOneShotAllGather, Algorithm::kBroadcast}) {

@@ -1,5 +1,6 @@
 // Tensors of many lengths and alignments, with gaps between them in the buffer, packed and unpacked with and
-// without a scale, between all pairs of types that are built: the bits of a plain loop, and not a byte beside.
+// without a scale, between all pairs of types that are built: the bits of a plain loop, and not a byte
+// beside.
 #include <cmath>
 #include <cstring>
 #include <optional>
@@ -100,10 +101,10 @@ std::string check_one_pack(Machine& machine, const Shape& shape, std::optional<f
   auto* const on_machine = machine.put(memory);
   auto* const packed = machine.put(buffer);
   const float* const factor = scale ? machine.put(std::vector<float>{*scale}) : nullptr;
-  machine.launch(0, cuda::find_kernel(PackKernel::kPack, From::kDType, To::kDType), grid,
-                 cuda::PackTensorsArgs{put_ranges<From>(machine, shape, places, on_machine),
-                                       reinterpret_cast<std::byte*>(packed + begin), places.buffer_length,
-                                       factor});
+  machine.launch(
+      0, cuda::find_kernel(PackKernel::kPack, From::kDType, To::kDType), grid,
+      cuda::PackTensorsArgs{put_ranges<From>(machine, shape, places, on_machine),
+                            reinterpret_cast<std::byte*>(packed + begin), places.buffer_length, factor});
   machine.finish();
   if (!same_bits(machine.get(packed, buffer.size()), wanted)) return "pack: the buffer differs";
   return same_bits(machine.get(on_machine, memory.size()), memory) ? "" : "pack: a tensor was written to";
@@ -169,8 +170,8 @@ void check_pair(Machine& machine, const Effort& effort, Report& report) {
       const Grid grid = machine.is_fast()
                             ? Grid{1 + static_cast<unsigned>(number * 37 % machine.multiprocessors()), 256}
                             : Grid{2, 64};
-      const std::string what = std::string(fccl::name_of(From::kDType)) + " to " +
-                               fccl::name_of(To::kDType) + ", shape and scale " + std::to_string(number);
+      const std::string what = std::string(fccl::name_of(From::kDType)) + " to " + fccl::name_of(To::kDType) +
+                               ", shape and scale " + std::to_string(number);
       report.add(what, check_one_pack<From, To>(machine, shape, scale, grid, effort.seed + number));
       report.add(what, check_one_unpack<From, To>(machine, shape, scale, grid, effort.seed + number));
       machine.release_all();

@@ -13,7 +13,9 @@ from rank_cases.expected import same_bits
 STEPS = 6
 
 
-def trained(model: torch.nn.Module, group: dist.ProcessGroup | None, rank: int, device: torch.device) -> torch.Tensor:
+def trained(
+    model: torch.nn.Module, group: dist.ProcessGroup | None, rank: int, device: torch.device
+) -> torch.Tensor:
     """All parameters after some steps, in one tensor on the CPU."""
     ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
@@ -32,7 +34,11 @@ def run(rank: int, world: int, device: torch.device) -> str:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(3)
     model = torch.nn.Sequential(
-        torch.nn.Linear(20, 200), torch.nn.Tanh(), torch.nn.Linear(200, 200), torch.nn.Tanh(), torch.nn.Linear(200, 3)
+        torch.nn.Linear(20, 200),
+        torch.nn.Tanh(),
+        torch.nn.Linear(200, 200),
+        torch.nn.Tanh(),
+        torch.nn.Linear(200, 3),
     ).to(device)
     begun = torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
     ours = trained(model, None, rank, device)

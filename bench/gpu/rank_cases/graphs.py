@@ -36,7 +36,9 @@ def run(rank: int, world: int, device: torch.device) -> str:
         assert (summed == total).all(), f"replay {replay}: all_reduce gave {summed[0].item()}, not {total}"
         for r in range(world):
             part = gathered[r * COUNT : (r + 1) * COUNT]
-            assert (part == r * 10 + replay).all(), f"replay {replay}: all_gather has {part[0].item()} of rank {r}"
+            assert (part == r * 10 + replay).all(), (
+                f"replay {replay}: all_gather has {part[0].item()} of rank {r}"
+            )
         assert (sent == world - 1 + 100 * replay).all(), f"replay {replay}: broadcast gave {sent[0].item()}"
         # One that is not captured, between two replays.
         beside = torch.full((7,), float(rank), device=device)

@@ -25,7 +25,9 @@ HOOKS: dict[str, Callable[[], fccl.hooks.GradientHook]] = {
     "BlockQuantize fp8_e4m3": lambda: fccl.hooks.BlockQuantize(format="fp8_e4m3", block=128),
     "BlockQuantize fp8_e5m2": lambda: fccl.hooks.BlockQuantize(format="fp8_e5m2", block=1024),
     "BlockQuantize int8, no feedback": lambda: fccl.hooks.BlockQuantize(format="int8", error_feedback=False),
-    "BlockQuantize int8, none exempt": lambda: fccl.hooks.BlockQuantize(format="int8", block=512, exempt=None),
+    "BlockQuantize int8, none exempt": lambda: fccl.hooks.BlockQuantize(
+        format="int8", block=512, exempt=None
+    ),
 }
 
 
@@ -39,9 +41,7 @@ class Steered(torch.nn.Module):
 
     def forward(self, wanted: list[torch.Tensor]) -> torch.Tensor:
         """The loss whose gradients are `wanted`."""
-        products = [
-            (weight * gradient).sum() for weight, gradient in zip(self.weights, wanted, strict=True)
-        ]
+        products = [(weight * gradient).sum() for weight, gradient in zip(self.weights, wanted, strict=True)]
         return torch.stack(products).sum()
 
 
@@ -84,7 +84,11 @@ def run(rank: int, world: int, device: torch.device) -> str:
         on_cpu = trained(make(), rank, torch.device("cpu"))
         try:
             on_device = trained(make(), rank, device)
-        except (NotImplementedError, TypeError, ValueError) as error:  # on all ranks alike: the group lives on
+        except (
+            NotImplementedError,
+            TypeError,
+            ValueError,
+        ) as error:  # on all ranks alike: the group lives on
             complaints.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
             continue
         for step in range(STEPS):
