@@ -165,7 +165,7 @@ conformance: $(STAMPS)/installed
 
 # ---- style ----
 
-CXX_FILES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests/cpp bench/gpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 lint: $(STAMPS)/lint
 	$(VENV)/bin/ruff check .

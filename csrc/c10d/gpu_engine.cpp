@@ -99,6 +99,7 @@ std::shared_ptr<GpuEngine> GpuEngine::connect(const Config& config, Carrier& car
   gpu.name = config.group_name;
   gpu.timeout = config.timeout;
   gpu.deterministic = is_on("FCCL_CUDA_DETERMINISTIC");
+  gpu.may_share_gpu = is_on("FCCL_CUDA_SHARED_GPU");
   if (const GpuProbe& probe = probe_of_process(); probe.run) {
     gpu.prove = [&](const cuda::Terms&, std::span<const cuda::RankTerms> ranks) {
       return try_links(probe, config.device, peers, ranks);

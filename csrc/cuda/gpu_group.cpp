@@ -42,13 +42,17 @@ std::unique_ptr<GpuGroup> GpuGroup::connect(GpuGroupConfig config, Peers& peers,
   own.half_bytes = config.half_bytes;
   own.deterministic = config.deterministic ? 1 : 0;
   own.float32_accumulation = config.float32_accumulation ? 1 : 0;
+  own.may_share_gpu = config.may_share_gpu ? 1 : 0;
   try_step(own, [&] { own.device = gpu.facts(); });
   std::vector<RankTerms> all = gather(peers, own);
   Terms terms = settle_devices(all);
   if (terms.usable) {
     try_step(own, [&] {
       for (std::size_t rank = 0; rank < all.size(); ++rank) {
-        if (static_cast<int>(rank) != peers.rank()) own.links[rank] = gpu.link_to(all[rank].device.uuid);
+        if (static_cast<int>(rank) == peers.rank()) continue;
+        // A GPU is no peer of its own, as drivers see it; its own memory it does reach.
+        const bool shared = all[rank].device.uuid == own.device.uuid;
+        own.links[rank] = shared ? Link::kNvlink : gpu.link_to(all[rank].device.uuid);
       }
     });
     all = gather(peers, own);

@@ -31,6 +31,7 @@ struct GpuGroupConfig {
   std::uint64_t half_bytes = std::uint64_t{8} << 20;
   bool deterministic = false;
   bool float32_accumulation = false;
+  bool may_share_gpu = false;
   // Tests what the driver says of the links, before anything relies on it; all ranks together. Returns why
   // not, or nothing. Null: the driver is believed.
   std::function<std::string(const Terms& terms, std::span<const RankTerms> ranks)> prove;

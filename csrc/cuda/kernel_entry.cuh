@@ -1,5 +1,6 @@
 // What the tables of kernels are made of. To name a kernel in a table is to instantiate it, so the list
-// of what is built and the list of what is found are one.
+// of what is built and the list of what is found are one. The seam says what an entry is: for the GPU a
+// __global__ function, for fibres a function of the arguments' address.
 #pragma once
 
 #include "cuda/kernels.h"

@@ -212,4 +212,10 @@ inline std::uint64_t clock_ns() { return host::self().scheduler->clock_ns(); }
 inline void pause() { host::self().scheduler->yield(); }
 [[noreturn]] inline void trap() { throw host::Trapped{}; }
 
+// What a table of kernels (kernel_entry.cuh) holds in a build for the host: each thread of a launch calls it.
+template <class Kernel>
+void entry(const void* args) {
+  Kernel::run(*static_cast<const typename Kernel::Args*>(args));
+}
+
 }  // namespace fccl::cuda

@@ -58,10 +58,13 @@ Terms settle_devices(std::span<const RankTerms> ranks) {
     }
     if (ranks[r].usable != 1) return no(rank(r) + ": " + why_of(ranks[r]));
   }
+  const bool may_share =
+      std::all_of(ranks.begin(), ranks.end(), [](const RankTerms& each) { return each.may_share_gpu == 1; });
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     for (std::size_t other = 0; other < r; ++other) {
-      // Kernels that wait for each other must run at once, which processes that share a GPU do not.
-      if (ranks[r].device.uuid == ranks[other].device.uuid)
+      // Kernels that wait for each other should run at once, which processes that share a GPU do not: each
+      // waits in vain until the GPU has turned to the other process.
+      if (!may_share && ranks[r].device.uuid == ranks[other].device.uuid)
         return no(rank(other) + " and " + rank(r) + " share one GPU");
     }
   }

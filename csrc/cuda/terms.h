@@ -27,6 +27,8 @@ struct RankTerms {
   std::uint8_t usable = 1;     // 0: this rank will not, see `why`
   std::uint8_t deterministic = 0;
   std::uint8_t float32_accumulation = 0;
+  std::uint8_t may_share_gpu =
+      0;  // whether ranks may have one GPU between them: for tests on a machine with one
   std::uint64_t half_bytes = 0;  // of the workspace it would make
   char why[160] = {};            // NUL-terminated
 
@@ -48,7 +50,8 @@ struct Terms {
   LaunchQuestion question(Collective collective, ReduceOp op, DType dtype, std::uint64_t bytes) const;
 };
 
-// Whether devices can be used together, before links are known: versions, number of ranks, one GPU each.
+// Whether devices can be used together, before links are known: versions, number of ranks, one GPU each
+// (unless all ranks let them share).
 Terms settle_devices(std::span<const RankTerms> ranks);
 // The same, and the worst link between any two.
 Terms settle(std::span<const RankTerms> ranks);

@@ -187,6 +187,48 @@ TEST(GpuGroup, a_link_must_prove_itself) {
   world.expect_nothing_left();
 }
 
+// A machine with one GPU can try the kernels too, if all ranks say that they may share it.
+TEST(GpuGroup, ranks_share_a_gpu_if_all_let_them) {
+  for (const int unwilling : {-1, 0, 2}) {
+    Group world(3);
+    for (Rank& rank : world.ranks) {
+      rank.gpu->gpu = 5;
+      rank.gpu->link = Link::kNone;  // what a driver says of a GPU and itself
+    }
+    world.connect([&](int rank, GpuGroupConfig& config) { config.may_share_gpu = rank != unwilling; });
+    if (unwilling >= 0) {
+      for (Rank& rank : world.ranks) {
+        EXPECT_EQ(rank.group, nullptr);
+        EXPECT_EQ(rank.why_not, "rank 0 and rank 1 share one GPU");
+      }
+      continue;
+    }
+    on_all_ranks(3, [&](int r) {
+      ASSERT_NE(world[r].group, nullptr) << world[r].why_not;
+      EXPECT_EQ(world[r].group->terms().link, Link::kNvlink);
+      std::vector<float> values(100, static_cast<float>(r));
+      run(*world[r].group, all_reduce_of(100), values.data(), values.data());
+      EXPECT_EQ(values, std::vector<float>(100, 3.0f));
+    });
+    world.close();
+    world.expect_nothing_left();
+  }
+}
+
+// Two of three ranks share one, and the driver is asked for the third.
+TEST(GpuGroup, ranks_that_share_a_gpu_still_need_links_to_the_others) {
+  Group world(3);
+  world[0].gpu->gpu = 5;
+  world[1].gpu->gpu = 5;
+  world[1].gpu->link = Link::kNone;
+  world.connect([](int, GpuGroupConfig& config) { config.may_share_gpu = true; });
+  for (Rank& rank : world.ranks) {
+    EXPECT_EQ(rank.group, nullptr);
+    EXPECT_EQ(rank.why_not, "the GPU of rank 1 cannot reach that of rank 2");
+  }
+  world.expect_nothing_left();
+}
+
 TEST(GpuGroup, ranks_export_in_one_way) {
   Group world(2);
   world[1].gpu->kind = Export::Kind::kIpcHandle;

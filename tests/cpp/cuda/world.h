@@ -10,6 +10,7 @@
 #include <memory>
 #include <new>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -160,6 +161,10 @@ class Tensors {
   Stored* output() { return output_.data() + call_.offset; }
   std::byte* output_bytes() { return reinterpret_cast<std::byte*>(output()); }
   std::uint64_t bytes() const { return call_.count * sizeof(Stored); }
+  // What the tensors lie in, for who must take them to another memory and back. (In place there is no other
+  // input.)
+  std::span<std::byte> input_memory() { return std::as_writable_bytes(std::span(input_)); }
+  std::span<std::byte> output_memory() { return std::as_writable_bytes(std::span(output_)); }
 
   // Empty if right.
   std::string complaint() {

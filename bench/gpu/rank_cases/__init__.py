@@ -1,0 +1,1 @@
+"""What ranks.py runs: one case a module."""
