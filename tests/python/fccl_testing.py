@@ -59,6 +59,7 @@ def run_ranks(
     init_kwargs: Mapping[str, Any] | None = None,
     preload: Iterable[str] = (),
     full_exit: bool = False,
+    ld_preload: str = "",
 ) -> list[Any]:
     """Calls ``function(rank, world_size, *args)`` in ``world_size`` fresh processes.
 
@@ -78,6 +79,7 @@ def run_ranks(
         preload: modules to import once, before the ranks are forked ("lightning" takes seconds).
         full_exit: end the processes through the interpreter's whole shut-down (exit handlers, module
             and static destructors) and require exit status 0, instead of ``os._exit``.
+        ld_preload: a shared library whose functions the ranks find before all others.
 
     Returns:
         What the function returned (pickled), by rank.
@@ -87,7 +89,7 @@ def run_ranks(
         RankTimeout: time was up; the message has the stacks of the ranks still running.
     """
     deadline = time.monotonic() + timeout
-    with RankSet(world_size, backend, timeout, env, init_kwargs, preload, full_exit) as ranks:
+    with RankSet(world_size, backend, timeout, env, init_kwargs, preload, full_exit, ld_preload) as ranks:
         results = ranks.call(function, args, deadline, expect_exit)
         ranks.finish(deadline)
     return results
@@ -122,9 +124,10 @@ class RankPool:
         backend: str | None = "fccl",
         env: Env = None,
         init_kwargs: Mapping[str, Any] | None = None,
+        ld_preload: str = "",
     ) -> None:
         self.world_size = world_size
-        self._make = lambda: RankSet(world_size, backend, 60, env, init_kwargs, (), False)
+        self._make = lambda: RankSet(world_size, backend, 60, env, init_kwargs, (), False, ld_preload)
         self._ranks: RankSet | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:

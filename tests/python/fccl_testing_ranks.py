@@ -120,10 +120,11 @@ class RankSet:
         init_kwargs: Mapping[str, Any] | None,
         preload: Iterable[str],
         full_exit: bool,
+        ld_preload: str = "",
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="fccl-test-")
         self._ranks: list[_Rank] = []
-        zygote = Zygote.get(tuple(preload))
+        zygote = Zygote.get(tuple(preload), ld_preload)
         try:
             for rank in range(world_size):
                 log = os.path.join(self._folder, f"rank{rank}.log")

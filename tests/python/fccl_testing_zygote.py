@@ -45,15 +45,17 @@ def pack(message: Any) -> bytes:
 
 
 class Zygote:
-    """The server process that ranks are forked from; one per set of preloaded modules."""
+    """The server process that ranks are forked from; one per set of preloaded modules and library."""
 
-    _all: dict[tuple[str, ...], Zygote] = {}
+    _all: dict[tuple[tuple[str, ...], str], Zygote] = {}
 
-    def __init__(self, preload: tuple[str, ...]) -> None:
+    def __init__(self, preload: tuple[str, ...], ld_preload: str) -> None:
         self._owner = os.getpid()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [environment.get("PYTHONPATH")])])
+        if ld_preload:
+            environment["LD_PRELOAD"] = ld_preload
         code = f"import fccl_testing_zygote as z; z.zygote_main({theirs.fileno()}, {preload!r})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -65,10 +67,11 @@ class Zygote:
         theirs.close()
 
     @classmethod
-    def get(cls, preload: tuple[str, ...]) -> Zygote:
-        zygote = cls._all.get(preload)
+    def get(cls, preload: tuple[str, ...], ld_preload: str = "") -> Zygote:
+        key = (preload, ld_preload)
+        zygote = cls._all.get(key)
         if zygote is None or zygote._owner != os.getpid() or zygote._process.poll() is not None:
-            zygote = cls._all[preload] = cls(preload)
+            zygote = cls._all[key] = cls(preload, ld_preload)
         return zygote
 
     def fork(self, setup: Mapping[str, Any]) -> tuple[socket.socket, int]:

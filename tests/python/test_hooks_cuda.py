@@ -245,9 +245,10 @@ def test_kernels_are_on_a_stream_of_the_hooks(pool):
 
 def in_python_form(rank: int, world_size: int) -> None:
     """The Future has the device: who waits for it on a stream waits there, and callbacks run on it."""
-    reference = model("cuda")
+    # Without new buckets, which would be cut by the order in which gradients came: see as_on_cpu().
+    reference = model("cuda", find_unused_parameters=True)
     hooks.register(reference, hooks.BlockQuantize("fp8_e4m3"))
-    ddp = model("cuda")
+    ddp = model("cuda", find_unused_parameters=True)
     hook = hooks.BlockQuantize("fp8_e4m3").as_python_hook()
     copies: list[torch.Tensor] = []
 

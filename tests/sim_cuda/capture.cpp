@@ -89,9 +89,9 @@ cudaError_t forbidden_in_capture(const char* function) {
   const std::lock_guard lock(graphs_mutex());
   for (const auto& capture : captures()) {
     const bool own = capture->thread == std::this_thread::get_id();
-    const bool counts = own ? capture->mode != cudaStreamCaptureModeRelaxed
-                            : capture->mode == cudaStreamCaptureModeGlobal &&
-                                  mode_of_thread == cudaStreamCaptureModeGlobal;
+    const bool counts =
+        own ? capture->mode != cudaStreamCaptureModeRelaxed
+            : capture->mode == cudaStreamCaptureModeGlobal && mode_of_thread == cudaStreamCaptureModeGlobal;
     if (!counts) continue;
     note("%s spoils a capture", function);
     capture->invalid = true;
@@ -156,8 +156,8 @@ FCCL_SIM_EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStrea
 
 FCCL_SIM_EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status,
                                                      unsigned long long* id, cudaGraph_t* graph,
-                                                     const cudaGraphNode_t** dependencies, const cudaGraphEdgeData** edges,
-                                                     size_t* count) {
+                                                     const cudaGraphNode_t** dependencies,
+                                                     const cudaGraphEdgeData** edges, size_t* count) {
   Stream* const stream = find_stream(handle);
   if (stream == nullptr) return told(cudaErrorInvalidResourceHandle);
   const std::lock_guard lock(graphs_mutex());
@@ -183,7 +183,8 @@ FCCL_SIM_EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t
   for (const GraphNode& node : graph_of(graph)->nodes) *count += node.kind == GraphNode::Kind::kWork ? 1 : 0;
   return cudaSuccess;
 }
-FCCL_SIM_EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* to, cudaGraph_t graph, unsigned long long) {
+FCCL_SIM_EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* to, cudaGraph_t graph,
+                                                          unsigned long long) {
   if (const auto error = trouble("cudaGraphInstantiate")) return told(error);
   *to = reinterpret_cast<cudaGraphExec_t>(new GraphPtr(graph_of(graph)));
   return cudaSuccess;

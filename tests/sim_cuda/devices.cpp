@@ -17,9 +17,7 @@ bool exists(int device) { return device >= 0 && device < device_count(); }
 
 }  // namespace
 
-int device_count() {
-  return static_cast<int>(std::min<long>(setting("FCCL_SIM_DEVICES", 1), kMostDevices));
-}
+int device_count() { return static_cast<int>(std::min<long>(setting("FCCL_SIM_DEVICES", 1), kMostDevices)); }
 int current_device() { return current; }
 void use_device() { contexts[current] = true; }
 bool has_context(int device) { return exists(device) && contexts[device]; }
@@ -95,9 +93,11 @@ FCCL_SIM_EXPORT cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int pe
   *can = device != peer && setting("FCCL_SIM_PEER_ACCESS", 1) != 0 ? 1 : 0;
   return cudaSuccess;
 }
-FCCL_SIM_EXPORT cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attribute, int device, int peer) {
+FCCL_SIM_EXPORT cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attribute, int device,
+                                                      int peer) {
   if (!exists(device) || !exists(peer)) return told(cudaErrorInvalidDevice);
-  if (attribute != cudaDevP2PAttrNativeAtomicSupported) return not_simulated("an attribute of cudaDeviceGetP2PAttribute");
+  if (attribute != cudaDevP2PAttrNativeAtomicSupported)
+    return not_simulated("an attribute of cudaDeviceGetP2PAttribute");
   *value = static_cast<int>(setting("FCCL_SIM_NVLINK", 0));
   return cudaSuccess;
 }

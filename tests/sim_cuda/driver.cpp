@@ -1,4 +1,5 @@
-// The driver's functions, which fccl and torch ask the runtime for by name: memory that is mapped by descriptor.
+// The driver's functions, which fccl and torch ask the runtime for by name: memory that is mapped by
+// descriptor.
 #include <cuda.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -19,7 +20,9 @@ struct Allocation {
   int descriptor;
   std::size_t bytes;
 };
-Allocation* allocation_of(CUmemGenericAllocationHandle handle) { return reinterpret_cast<Allocation*>(handle); }
+Allocation* allocation_of(CUmemGenericAllocationHandle handle) {
+  return reinterpret_cast<Allocation*>(handle);
+}
 void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 
 CUresult driver_trouble(const char* function) { return static_cast<CUresult>(trouble(function)); }
@@ -87,7 +90,8 @@ CUresult import_handle(CUmemGenericAllocationHandle* to, void* from, CUmemAlloca
   if (const auto error = driver_trouble("cuMemImportFromShareableHandle")) return error;
   const int theirs = static_cast<int>(reinterpret_cast<std::intptr_t>(from));
   struct stat facts{};
-  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || ::fstat(theirs, &facts) != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || ::fstat(theirs, &facts) != 0)
+    return CUDA_ERROR_INVALID_VALUE;
   const int copy = ::fcntl(theirs, F_DUPFD_CLOEXEC, 3);
   *to = reinterpret_cast<CUmemGenericAllocationHandle>(
       new Allocation{copy, static_cast<std::size_t>(facts.st_size)});
@@ -112,7 +116,8 @@ CUresult map(CUdeviceptr address, std::size_t bytes, std::size_t, CUmemGenericAl
   if (const auto error = driver_trouble("cuMemMap")) return error;
   const Allocation& allocation = *allocation_of(handle);
   if (bytes != allocation.bytes) return CUDA_ERROR_INVALID_VALUE;
-  if (::mmap(pointer(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, allocation.descriptor, 0) == MAP_FAILED)
+  if (::mmap(pointer(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, allocation.descriptor, 0) ==
+      MAP_FAILED)
     return CUDA_ERROR_INVALID_VALUE;
   remember(pointer(address), bytes, Place::kDevice);
   count(&Counts::mappings, 1);
@@ -127,11 +132,15 @@ CUresult unmap(CUdeviceptr address, std::size_t bytes) {
 CUresult set_access(CUdeviceptr address, std::size_t bytes, const CUmemAccessDesc* access, std::size_t) {
   if (const auto error = driver_trouble("cuMemSetAccess")) return error;
   if (access->flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) return CUDA_ERROR_INVALID_VALUE;
-  return ::mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  return ::mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) == 0 ? CUDA_SUCCESS
+                                                                          : CUDA_ERROR_INVALID_VALUE;
 }
 
+// torch wants to be told of what the driver logs.
+CUresult accepted() { return CUDA_SUCCESS; }
+
 CUresult unknown() {
-  not_simulated("a function of the driver");
+  not_simulated("a function of the driver that was asked for by name");
   return CUDA_ERROR_NOT_SUPPORTED;
 }
 
@@ -166,6 +175,8 @@ FCCL_SIM_EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, v
       {"cuMemMap", erased(&map)},
       {"cuMemUnmap", erased(&unmap)},
       {"cuMemSetAccess", erased(&set_access)},
+      {"cuLogsRegisterCallback", erased(&accepted)},
+      {"cuLogsUnregisterCallback", erased(&accepted)},
   };
   // torch asks for more than it uses.
   *function = erased(&unknown);
@@ -174,4 +185,16 @@ FCCL_SIM_EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, v
   }
   if (result != nullptr) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
+}
+
+// torch links one of its libraries (libcaffe2_nvrtc, for kernels that it compiles at run time) to
+// libcuda.so.1, which is what this library calls itself. These are all that it must find there.
+FCCL_SIM_EXPORT CUresult cuGetErrorString(CUresult error, const char** text) {
+  return error_string(error, text);
+}
+FCCL_SIM_EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  return device_attribute(value, attribute, device);
+}
+FCCL_SIM_EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
+  return context_state(device, flags, active);
 }

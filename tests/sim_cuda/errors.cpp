@@ -72,7 +72,8 @@ cudaError_t not_simulated(const char* what) {
 
 }  // namespace fccl::sim
 
-// For tests: `function` fails with `error`, a cudaError_t or CUresult, after so many calls; error 0: it works again.
+// For tests: `function` fails with `error`, a cudaError_t or CUresult, after so many calls; error 0: it works
+// again.
 FCCL_SIM_EXPORT void fccl_sim_fail(const char* function, int error, int after) {
   auto& all = fccl::sim::wishes();
   const std::lock_guard lock(all.mutex);
@@ -82,6 +83,8 @@ FCCL_SIM_EXPORT void fccl_sim_fail(const char* function, int error, int after) {
     all.of[function] = {error, after};
   }
 }
+
+extern "C" int fccl_sim_refuse(const char* name) { return fccl::sim::told(fccl::sim::not_simulated(name)); }
 
 FCCL_SIM_EXPORT cudaError_t cudaGetLastError() {
   if (fccl::sim::is_broken()) return cudaErrorLaunchFailure;
@@ -112,13 +115,13 @@ constexpr Words kWords[] = {
      "operation not permitted when stream is capturing"},
     {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated",
      "operation failed due to a previous error during capture"},
-    {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined",
-     "capturing stream has unjoined work"},
+    {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work"},
     {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation",
      "dependency created on uncaptured work in another stream"},
     {cudaErrorStreamCaptureMerge, "cudaErrorStreamCaptureMerge", "operation would merge two captures"},
-    {cudaErrorCapturedEvent, "cudaErrorCapturedEvent", "operation not permitted on an event last recorded in "
-                                                       "a capturing stream"},
+    {cudaErrorCapturedEvent, "cudaErrorCapturedEvent",
+     "operation not permitted on an event last recorded in "
+     "a capturing stream"},
 };
 }  // namespace
 

@@ -99,17 +99,19 @@ FCCL_SIM_EXPORT void** __cudaRegisterFatBinary(void* binary) { return new void*(
 FCCL_SIM_EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
 FCCL_SIM_EXPORT void __cudaUnregisterFatBinary(void**) {}
 FCCL_SIM_EXPORT void __cudaRegisterVar(void**, char*, char*, const char*, int, std::size_t, int, int) {}
-FCCL_SIM_EXPORT void __cudaRegisterFunction(void**, const char* stub, char*, const char* name, int, uint3*, uint3*, dim3*,
-                                            dim3*, int*) {
+FCCL_SIM_EXPORT void __cudaRegisterFunction(void**, const char* stub, char*, const char* name, int, uint3*,
+                                            uint3*, dim3*, dim3*, int*) {
   const std::lock_guard lock(functions().mutex);
   functions().names[stub] = name;
 }
 
-FCCL_SIM_EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared, void* stream) {
+FCCL_SIM_EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared,
+                                                     void* stream) {
   configurations.push_back({grid, block, shared, static_cast<cudaStream_t>(stream)});
   return 0;
 }
-FCCL_SIM_EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared, void* stream) {
+FCCL_SIM_EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared,
+                                                       void* stream) {
   if (configurations.empty()) return told(cudaErrorInvalidValue);
   const Configuration last = configurations.back();
   configurations.pop_back();
@@ -129,8 +131,8 @@ FCCL_SIM_EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, d
                                                std::size_t, cudaStream_t on) {
   return launch(kernel, grid, block, parameters, on);
 }
-FCCL_SIM_EXPORT cudaError_t cudaLaunchKernel(const void* stub, dim3 grid, dim3 block, void** parameters, std::size_t,
-                                             cudaStream_t on) {
+FCCL_SIM_EXPORT cudaError_t cudaLaunchKernel(const void* stub, dim3 grid, dim3 block, void** parameters,
+                                             std::size_t, cudaStream_t on) {
   return launch(stub, grid, block, parameters, on);
 }
 

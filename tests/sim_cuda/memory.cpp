@@ -186,8 +186,9 @@ FCCL_SIM_EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t b
   const bool to_device = place_of(to) == Place::kDevice;
   const bool from_device = place_of(from) == Place::kDevice;
   // The direction that is said must be the one that is meant.
-  if (kind != cudaMemcpyDefault && ((kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice) != to_device ||
-                                    (kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice) != from_device)) {
+  if (kind != cudaMemcpyDefault &&
+      ((kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice) != to_device ||
+       (kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice) != from_device)) {
     return told(cudaErrorInvalidValue);
   }
   note("copy %zu bytes on stream %p", bytes, static_cast<void*>(on));
@@ -211,7 +212,8 @@ FCCL_SIM_EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes,
   return error == cudaSuccess ? cudaStreamSynchronize(nullptr) : error;
 }
 
-FCCL_SIM_EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t on) {
+FCCL_SIM_EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes,
+                                                cudaStream_t on) {
   return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, on);
 }
 

@@ -6,9 +6,8 @@
 // What torch or fccl calls and this has no answer for is an error, and says its name on stderr.
 //
 //   FCCL_SIM_DEVICES=1       how many devices this process sees
-//   FCCL_SIM_FIRST_UUID=0    what tells the first of them from those of other processes; the next have the next
-//   FCCL_SIM_DRIVER=13000    the driver's version
-//   FCCL_SIM_PEER_ACCESS=1   0: no device reaches another
+//   FCCL_SIM_FIRST_UUID=0    what tells the first of them from those of other processes; the next have the
+//   next FCCL_SIM_DRIVER=13000    the driver's version FCCL_SIM_PEER_ACCESS=1   0: no device reaches another
 //   FCCL_SIM_NVLINK=0        1: they do so by NVLink
 //   FCCL_SIM_DESCRIPTORS=1   0: memory cannot be exported by descriptor
 //   FCCL_SIM_SEED=0          of the delays, beside the first UUID; none: no delays
@@ -24,7 +23,8 @@
 
 namespace fccl::sim {
 
-// ---- settings.cpp: read when first asked for, since a process may be forked from one that was preloaded ----
+// ---- settings.cpp: read when first asked for, since a process may be forked from one that was preloaded
+// ----
 long setting(const char* name, long otherwise);
 
 // ---- errors.cpp ----

@@ -10,7 +10,8 @@ namespace fccl::sim {
 namespace {
 
 double now_milliseconds() {
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 // Nothing is ever taken out: a handle that is used too late is found to be no stream any more, and a process
@@ -165,7 +166,8 @@ namespace {
 cudaError_t make_stream(cudaStream_t* to, unsigned flags) {
   if (const auto error = trouble("cudaStreamCreate")) return told(error);
   // The other kind waits for the legacy stream, and that for it.
-  if ((flags & cudaStreamNonBlocking) == 0) return told(not_simulated("a stream that is not cudaStreamNonBlocking"));
+  if ((flags & cudaStreamNonBlocking) == 0)
+    return told(not_simulated("a stream that is not cudaStreamNonBlocking"));
   use_device();
   auto* const stream = new Stream(current_device());
   *to = reinterpret_cast<cudaStream_t>(stream);
@@ -293,7 +295,8 @@ FCCL_SIM_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t on, cudaEvent_t han
     stream->capture->invalid = true;
     return told(cudaErrorStreamCaptureIsolation);
   }
-  if (event->last != nullptr && !event->last->is_set()) stream->run_later([mark = event->last] { mark->wait(); });
+  if (event->last != nullptr && !event->last->is_set())
+    stream->run_later([mark = event->last] { mark->wait(); });
   return cudaSuccess;
 }
 FCCL_SIM_EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle) {

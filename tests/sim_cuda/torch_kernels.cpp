@@ -1,5 +1,5 @@
-// Of torch's kernels those that fill a tensor with a value, and the one that waits (torch.cuda._sleep). Tests move
-// everything else to the CPU, so copies are all they need besides.
+// Of torch's kernels those that fill a tensor with a value, and the one that waits (torch.cuda._sleep). Tests
+// move everything else to the CPU, so copies are all they need besides.
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +14,8 @@ namespace {
 
 bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
-// vectorized_elementwise_kernel<n, FillFunctor<T>, std::array<char*, 1>>(int count, FillFunctor<T> value, data)
+// vectorized_elementwise_kernel<n, FillFunctor<T>, std::array<char*, 1>>(int count, FillFunctor<T> value,
+// data)
 std::function<void()> prepare_fill(std::size_t size, void** parameters) {
   const auto count = static_cast<std::size_t>(*static_cast<const int*>(parameters[0]));
   const auto* const value = static_cast<const std::byte*>(parameters[1]);
@@ -38,8 +39,9 @@ Prepare find_torch_kernel(const std::string& name) {
   constexpr struct {
     const char* type;
     std::size_t size;
-  } kTypes[] = {{"double", 8},        {"float", 4},         {"long", 8}, {"int", 4}, {"short", 2}, {"signed char", 1},
-                {"unsigned char", 1}, {"c10::BFloat16", 2}, {"c10::Half", 2}, {"bool", 1}};
+  } kTypes[] = {{"double", 8},    {"float", 4},       {"long", 8},          {"int", 4},
+                {"short", 2},     {"signed char", 1}, {"unsigned char", 1}, {"c10::BFloat16", 2},
+                {"c10::Half", 2}, {"bool", 1}};
   for (const auto& each : kTypes) {
     if (contains(name, (std::string(", at::native::FillFunctor<") + each.type + ">").c_str()))
       return [size = each.size](const Grid&, void** parameters) { return prepare_fill(size, parameters); };
