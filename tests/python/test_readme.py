@@ -96,17 +96,17 @@ def test_command(command, tmp_path):
         assert "all_reduce" in output and "gloo" in output and "memcpy" in output
 
 
+def headings_of(document):
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_between_documents():
     for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
-        text = document.read_text(encoding="utf-8")
-        headings = {
-            re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-")
-            for h in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-        }
-        for target in re.findall(r"\]\(([^)]+)\)", text):
+        for target in re.findall(r"\]\(([^)]+)\)", document.read_text(encoding="utf-8")):
             if "://" in target:
                 continue
-            if target.startswith("#"):
-                assert target[1:] in headings, f"{document.name}: no heading for {target}"
-            else:
-                assert (document.parent / target).exists(), f"{document.name}: {target} does not exist"
+            path, _, heading = target.partition("#")
+            there = document.parent / path if path else document
+            assert there.exists(), f"{document.name}: {target} does not exist"
+            assert not heading or heading in headings_of(there), f"{document.name}: no heading for {target}"
