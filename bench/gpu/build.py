@@ -52,6 +52,19 @@ def build_fccl(setting: Setting) -> Outcome:
     return Outcome(Verdict.PASSED, done.last_line)
 
 
+def require_fccl(setting: Setting) -> None:
+    """Fails where there is no fccl to run.
+
+    Args:
+        setting: where.
+
+    Raises:
+        StageEndedError: fccl is not built.
+    """
+    if not setting.installed and not (setting.site / "fccl" / "__init__.py").exists():
+        raise fail("fccl is not built: run the stage 'build' before, or use --installed")
+
+
 def programs_folder(setting: Setting) -> Path:
     """Where the standalone programs are, once they are built.
 

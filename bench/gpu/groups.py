@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import build
 from stage import REPOSITORY, Outcome, Setting, Verdict, fail, skip
 
 # NCCL refuses two ranks on one GPU.
@@ -19,6 +20,7 @@ ALONE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 def _run_ranks(setting: Setting, case: str, world: int, extra: dict[str, str]) -> str:
     """Returns the case's note."""
+    build.require_fccl(setting)
     ranks = REPOSITORY / "bench" / "gpu" / "ranks.py"
     return setting.run_program([setting.python, ranks, case, str(world)], extra).last_line
 
@@ -61,6 +63,7 @@ def python_tests(setting: Setting) -> Outcome:
     for module in ("hypothesis", "psutil"):
         if importlib.util.find_spec(module) is None:
             raise skip(f"{setting.python} has no {module}, which the tests need")
+    build.require_fccl(setting)
     tests = sorted((REPOSITORY / "tests" / "python").glob("test_cuda*.py"))
     done = setting.run(
         # (pyproject.toml's options want plugins that may not be there.)

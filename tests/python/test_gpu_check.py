@@ -81,6 +81,13 @@ def test_without_a_gpu_every_stage_that_needs_one_says_so(tmp_path: Path) -> Non
     assert [line.split()[0] for line in done.stdout.split("\n\n")[0].splitlines()[2:]] == chosen
 
 
+def test_a_stage_without_a_build_fails_and_says_what_to_do(tmp_path: Path) -> None:
+    done = check(tmp_path, "--only", "pytest")
+    assert done.returncode == 1
+    row = rows_of((tmp_path / "out" / "gpu-check.md").read_text())["pytest"]
+    assert row[0] == "FAILED" and "run the stage 'build'" in row[2]
+
+
 # ---- stages of its own ----
 
 OTHER = """
