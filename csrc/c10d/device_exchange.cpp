@@ -32,8 +32,7 @@ at::Tensor number_on(c10::Device device, float value) {
 // Whether kernels read and write gradients of this type themselves.
 bool has_kernels(at::ScalarType type, codec::BlockFormat format) {
   if (type == at::kFloat) return true;
-  const bool one_byte = format != codec::BlockFormat::kBFloat16 && format != codec::BlockFormat::kFloat16;
-  return one_byte && (type == at::kHalf || type == at::kBFloat16);
+  return codec::size_of_code(format).bytes == 1 && (type == at::kHalf || type == at::kBFloat16);
 }
 
 bool same(const Description& a, const Description& b) { return std::memcmp(&a, &b, sizeof(a)) == 0; }

@@ -37,7 +37,9 @@ class DeviceExchange {
   struct Device {
     explicit Device(c10::Device device);
     c10::Stream side;
-    WireMemoryPool pool;  // its memory is used on `side` alone, in its order
+    // Its memory is used on `side` alone, in its order: `side` also waits for the collectives that read and
+    // write it. So it may be given back, and used by the next bucket, before the device has come to this one.
+    WireMemoryPool pool;
     std::shared_ptr<cuda::Runtime> runtime;
     int sm_count;
   };
@@ -48,7 +50,8 @@ class DeviceExchange {
     c10::weak_intrusive_ptr<c10::TensorImpl> parameter;  // the bucket's first one
     std::optional<Description> agreed;                   // how all ranks coded it last
     std::optional<cuda::BucketPasses> passes;
-    at::Tensor tables;   // its tables, on the device
+    at::Tensor
+        tables;  // its tables, on the device; other ones are a new tensor: kernels may still read these
     at::Tensor values;   // of buckets that no kernel reads: a copy as float32
     at::Tensor divisor;  // float32: the world size
   };

@@ -18,17 +18,6 @@ using codec::BlockFormat;
 constexpr std::uint32_t kFloat16Block = 256;
 constexpr std::uint32_t kBFloat16Block = 256;  // it has no scales: a unit of work
 
-const char* name_of(BlockFormat format) {
-  switch (format) {
-    case BlockFormat::kBFloat16: return "bfloat16";
-    case BlockFormat::kFloat16: return "float16";
-    case BlockFormat::kInt8: return "int8";
-    case BlockFormat::kFloat8E4M3: return "fp8_e4m3";
-    case BlockFormat::kFloat8E5M2: return "fp8_e5m2";
-  }
-  return "unknown";
-}
-
 // One range per parameter, in the order in which DDP lays the gradients out.
 std::vector<codec::BucketRange> ranges_of(const GradBucket& bucket) {
   const at::Tensor& buffer = bucket.getBuffer();
@@ -71,7 +60,7 @@ Description describe(const Coding& coding, const at::Tensor& buffer, std::size_t
       Description::of(Collective::kCompressedAllReduce, c10d_backend::dtype_of(buffer.scalar_type()),
                       static_cast<std::uint64_t>(buffer.numel()), -1, ReduceOp::kAvg);
   call.output_count = cpu::fingerprint(coded);
-  std::string note = name_of(coding.format) + coding.more + ", bucket " + std::to_string(index);
+  std::string note = codec::name_of(coding.format) + coding.more + ", bucket " + std::to_string(index);
   if (exempt != 0)
     note += ", " + std::to_string(exempt) + " of " + std::to_string(ranges.size()) + " parameters exempt";
   if (coding.divides_by_active_ranks) note += ", divided by the ranks that have data";

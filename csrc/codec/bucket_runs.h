@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "codec/block.h"
 #include "codec/bucket_layout.h"
+#include "codec/format.h"
 
 namespace fccl::codec {
 
@@ -46,9 +46,8 @@ inline BucketRuns number_runs(BlockFormat format, std::uint32_t block, int world
       blocks += BucketLayout::blocks_of(range.length, block);
     }
   }
-  const bool two_bytes = format == BlockFormat::kBFloat16 || format == BlockFormat::kFloat16;
-  runs.layout = BucketLayout::make(blocks, exempt, block, two_bytes ? 2 : 1, format != BlockFormat::kBFloat16,
-                                   world_size);
+  const CodeSize code = size_of_code(format);
+  runs.layout = BucketLayout::make(blocks, exempt, block, code.bytes, code.scaled, world_size);
   return runs;
 }
 

@@ -233,9 +233,13 @@ def beside_the_backward_pass(rank: int, world_size: int) -> None:
     with torch.cuda.stream(stream):
         result = backward(ddp, gradients(rank, 3))
     log = take_log()
-    passes = [line for line in log if "EncodeBucket" in line or "DecodeBucket" in line]
-    assert passes, log
-    assert not any(line.endswith(f" {stream.cuda_stream}") for line in passes)
+    passes = [line.rsplit(" on stream ", 1) for line in log if line.startswith("launch") and "Bucket" in line]
+    assert {name.split()[1].split("<")[0] for name, _ in passes} >= {"EncodeBucket", "DecodeBucket"}, log
+    (side,) = {on for _, on in passes}
+    users = f"{stream.cuda_stream:#x}"
+    assert side not in (users, "(nil)")
+    assert any(line.startswith(f"stream {side} waits") for line in log)
+    assert any(line.startswith(f"stream {users} waits") for line in log)
     assert result[0].any()
 
 

@@ -5,13 +5,16 @@
 //
 // What torch or fccl calls and this has no answer for is an error, and says its name on stderr.
 //
-//   FCCL_SIM_DEVICES=1       how many devices this process sees
-//   FCCL_SIM_FIRST_UUID=0    what tells the first of them from those of other processes; the next have the
-//   next FCCL_SIM_DRIVER=13000    the driver's version FCCL_SIM_PEER_ACCESS=1   0: no device reaches another
-//   FCCL_SIM_NVLINK=0        1: they do so by NVLink
-//   FCCL_SIM_DESCRIPTORS=1   0: memory cannot be exported by descriptor
-//   FCCL_SIM_SEED=0          of the delays, beside the first UUID; none: no delays
-//   FCCL_SIM_FAIL=           "cuMemCreate=2,cudaLaunchKernel=719": these fail with these error numbers
+// Settings, from the environment:
+//
+// - FCCL_SIM_DEVICES=1: how many devices this process sees.
+// - FCCL_SIM_FIRST_UUID=0: what tells the first of them from those of other processes; then come the next.
+// - FCCL_SIM_DRIVER=13000: the driver's version.
+// - FCCL_SIM_PEER_ACCESS=1; 0: no device reaches another.
+// - FCCL_SIM_NVLINK=0; 1: they do so by NVLink.
+// - FCCL_SIM_DESCRIPTORS=1; 0: memory cannot be exported by descriptor.
+// - FCCL_SIM_SEED=1: of the delays, beside the first UUID; 0: no delays.
+// - FCCL_SIM_FAIL=: "cuMemCreate=2,cudaLaunchKernel=719": these fail with these error numbers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,8 +26,8 @@
 
 namespace fccl::sim {
 
-// ---- settings.cpp: read when first asked for, since a process may be forked from one that was preloaded
-// ----
+// ---- settings.cpp ----
+// Read when first asked for, since a process may be forked from one that was preloaded.
 long setting(const char* name, long otherwise);
 
 // ---- errors.cpp ----

@@ -255,22 +255,11 @@ class BucketRun {
   Bytes gathered_;
 };
 
-const char* name_of(BlockFormat format) {
-  switch (format) {
-    case BlockFormat::kBFloat16: return "bfloat16";
-    case BlockFormat::kFloat16: return "float16";
-    case BlockFormat::kInt8: return "int8";
-    case BlockFormat::kFloat8E4M3: return "fp8_e4m3";
-    case BlockFormat::kFloat8E5M2: return "fp8_e5m2";
-  }
-  return "?";
-}
-
 template <class Source>
 void run_case(Machine& machine, const Case& c, Report& report) {
-  const std::string what = std::string(name_of(c.format)) + " codes, blocks of " + std::to_string(c.block) +
-                           ", " + fccl::name_of(Source::kDType) + " gradients, " + std::to_string(c.world) +
-                           " ranks" + (c.feedback ? ", error feedback" : "");
+  const std::string what = std::string(codec::name_of(c.format)) + " codes, blocks of " +
+                           std::to_string(c.block) + ", " + fccl::name_of(Source::kDType) + " gradients, " +
+                           std::to_string(c.world) + " ranks" + (c.feedback ? ", error feedback" : "");
   report.add(what, BucketRun<Source>(machine, c).run());
   machine.release_all();
 }
