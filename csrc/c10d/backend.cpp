@@ -83,6 +83,9 @@ FcclBackend::FcclBackend(Config config)
       store_(incarnation_store(config)),
       cuda_factory_(config.cuda_factory),
       cuda_by_gloo_(config.cuda_by_gloo),
+      wishes_(wishes_of_this_process(!config.cuda_factory  ? cuda::InnerEngine::kNone
+                                     : config.cuda_by_gloo ? cuda::InnerEngine::kGloo
+                                                           : cuda::InnerEngine::kNccl)),
       executor_(std::make_shared<Executor>()) {
   TORCH_CHECK_VALUE(config.size >= 1 && config.rank >= 0 && config.rank < config.size, "fccl: rank ",
                     config.rank, " in a group of ", config.size,
@@ -96,7 +99,9 @@ FcclBackend::FcclBackend(Config config)
         [hooks = failure_hooks_, gpu = gpu_] {
           fail(*gpu);
           hooks->run();
-        });
+        },
+        wishes_.pack());
+    settled_ = cuda::settle_wishes(carrier_->words());
   } catch (const Error& error) {
     throw_as_torch(error);
   }

@@ -24,6 +24,7 @@
 #include "c10d/executor.h"
 #include "c10d/failure_hooks.h"
 #include "c10d/tensors.h"
+#include "cuda/wishes.h"
 
 namespace fccl::c10d_backend {
 
@@ -164,6 +165,7 @@ class FcclBackend final : public ::c10d::Backend {
 
   // ---- refusals (checks.cpp): tell the peers, in order, and throw ----
   [[noreturn]] void refuse(const Call& call, Fault fault, const std::string& why);
+  [[noreturn]] void throw_refusal(const Call& call, Fault fault, const std::string& why) const;
   const at::Tensor& only(const Call& call, const Tensors& tensors, const char* what);
   void check_dense(const Call& call, const at::Tensor& tensor, const char* what);
   void check_written(const Call& call, const at::Tensor& tensor, const char* what);
@@ -191,6 +193,9 @@ class FcclBackend final : public ::c10d::Backend {
   // `root` broadcast's.
   WorkPtr by_kernel(const Call& call, const at::Tensor& input, const at::Tensor& output,
                     const ::c10d::ReduceOp& op = ::c10d::ReduceOp::SUM, std::int64_t root = 0);
+  // Refuses a call that all ranks are known to give to a kernel, if its arguments are not right here.
+  void check_for_kernel(const Call& call, GpuEngine& gpu, const at::Tensor& input, const at::Tensor& output,
+                        std::int64_t root) const;
   // The engine of these kernels, which all ranks make together at their first collective on CUDA tensors;
   // null if there is none.
   std::shared_ptr<GpuEngine> gpu_engine(const Call& call, const at::Tensor& tensor);
@@ -199,6 +204,7 @@ class FcclBackend final : public ::c10d::Backend {
   static void fail(Gpu& gpu);  // with the group on CPU
   bool is_coalescing();
   const char* cuda_inner_name() const noexcept { return cuda_by_gloo_ ? "Gloo" : "NCCL"; }
+  std::string no_kernels_because(const std::string& why) const;
   void check_gloo_can(const Call& call, const at::Tensor& tensor);
   // Checks the arguments; throws what torch should see.
   Call point_to_point(::c10d::OpType type, const char* title, const Tensors& tensors, int peer);
@@ -213,6 +219,8 @@ class FcclBackend final : public ::c10d::Backend {
   c10::intrusive_ptr<::c10d::Store> store_;  // this incarnation's own
   InnerFactory cuda_factory_;
   const bool cuda_by_gloo_;
+  const cuda::Wishes wishes_;    // this rank's
+  cuda::SettledWishes settled_;  // all ranks', since the group was made
   std::mutex cuda_mutex_;
   BackendPtr cuda_inner_;
   // Shared with what runs when the group fails, which may be after this object.

@@ -134,8 +134,8 @@ void Carrier::fail_locally(Collective collective, std::uint64_t before, bool int
 
 Carrier::Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
                  const InnerFactory& make_inner, std::chrono::milliseconds timeout,
-                 std::function<void()> on_failure)
-    : rank_(rank), size_(size), group_name_(std::move(group_name)) {
+                 std::function<void()> on_failure, std::uint64_t word)
+    : rank_(rank), size_(size), group_name_(std::move(group_name)), words_{word} {
   if (size == 1) {
     why_inner_ = "the group has one rank";
     return;
@@ -148,9 +148,11 @@ Carrier::Carrier(int rank, int size, std::string group_name, const c10::intrusiv
   config.name = group_name_;
   config.store = adapter;
   config.on_failure = std::move(on_failure);
+  config.word = word;
   group_ = std::make_unique<cpu::Group>(std::move(config));
   const bool shared = group_->connect(Deadline::after(timeout));
   adapter->release();
+  words_ = group_->words();
   mode_ = shared ? Mode::kEngine : Mode::kInner;
   if (shared) return;
   why_inner_ = group_->why_not();

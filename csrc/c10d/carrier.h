@@ -42,10 +42,10 @@ class Carrier {
 
   // Settles, by all ranks together, what carries this group: waits for all of them, for as long as `timeout`.
   // `store` is this incarnation's own; `make_inner` is called if the ranks share no memory, `on_failure` once
-  // when the group fails on this rank (GroupConfig).
+  // when the group fails on this rank, and `word` is told to all (GroupConfig).
   Carrier(int rank, int size, std::string group_name, const c10::intrusive_ptr<::c10d::Store>& store,
           const InnerFactory& make_inner, std::chrono::milliseconds timeout,
-          std::function<void()> on_failure = {});
+          std::function<void()> on_failure = {}, std::uint64_t word = 0);
 
   ~Carrier();
   Carrier(const Carrier&) = delete;
@@ -55,6 +55,8 @@ class Carrier {
   cpu::Group* group() noexcept { return group_.get(); }
   // Why the engine does not carry this group; empty while it does or nobody knows.
   const std::string& why_inner() const noexcept { return why_inner_; }
+  // All ranks' words, by rank.
+  const std::vector<std::uint64_t>& words() const noexcept { return words_; }
   // The inner backend, which carries a group whose ranks share no memory; null in other groups.
   const BackendPtr& inner() const noexcept { return inner_; }
   int rank() const noexcept { return rank_; }
@@ -159,6 +161,7 @@ class Carrier {
   Mode mode_ = Mode::kLocal;
   std::uint64_t inner_sequence_ = 0;  // calls compared over the inner backend
   std::string why_inner_;
+  std::vector<std::uint64_t> words_;
   std::array<std::atomic<std::int64_t>, kCollectiveCount> counts_{};
 };
 

@@ -8,8 +8,6 @@
 namespace fccl::c10d_backend {
 
 void FcclBackend::refuse(const Call& call, Fault fault, const std::string& why) {
-  const char* name = call.title + sizeof("fccl:") - 1;
-  const std::string message = std::string("fccl ") + name + " on rank " + std::to_string(rank_) + ": " + why;
   if (carrier_->mode() != Carrier::Mode::kLocal) {
     try {
       auto work =
@@ -22,6 +20,12 @@ void FcclBackend::refuse(const Call& call, Fault fault, const std::string& why) 
       // The group is gone, so nobody waits.
     }
   }
+  throw_refusal(call, fault, why);
+}
+
+void FcclBackend::throw_refusal(const Call& call, Fault fault, const std::string& why) const {
+  const char* name = call.title + sizeof("fccl:") - 1;
+  const std::string message = std::string("fccl ") + name + " on rank " + std::to_string(rank_) + ": " + why;
   switch (fault) {
     case Fault::kType: C10_THROW_ERROR(TypeError, message);
     case Fault::kUnsupported: C10_THROW_ERROR(NotImplementedError, message);

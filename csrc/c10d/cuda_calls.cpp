@@ -1,8 +1,7 @@
 // The backend's side of CUDA tensors: which engine gets a call.
-#include <cstdlib>
-#include <cstring>
 #include <utility>
 
+#include <ATen/MemoryOverlap.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
@@ -16,20 +15,19 @@ namespace {
 
 using ::c10d::OpType;
 
-// Until they have been measured on GPUs, fccl's own kernels are used by those who ask for them.
-bool kernels_wanted() {
-  const char* const value = std::getenv("FCCL_CUDA_KERNELS");
-  return value != nullptr && std::strcmp(value, "1") == 0;
-}
-
-bool is_plain_on_gpu(const at::Tensor& tensor, const c10::Device& device) {
+// What kernels can be given, if need be by way of a copy.
+bool is_dense_on_gpu(const at::Tensor& tensor, const c10::Device& device) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.device() == device &&
-         tensor.is_contiguous() && !tensor.is_quantized() && !tensor.is_conj() && !tensor.is_neg();
+         !tensor.is_quantized();
 }
 
 }  // namespace
 
 ::c10d::Backend& FcclBackend::cuda(const Call& c, const at::Tensor& tensor) {
+  // The same on all ranks, so all refuse.
+  if (const std::string& why = settled_.why_no_collectives; !why.empty() && c.collective != Collective::kNone)
+    refuse(c, Fault::kValue, why);
+  if (const std::string& why = settled_.why_no_messages; !why.empty()) throw_refusal(c, Fault::kValue, why);
   std::lock_guard lock(cuda_mutex_);
   if (!cuda_inner_) {
     if (!cuda_factory_) {
@@ -68,9 +66,7 @@ void FcclBackend::check_gloo_can(const Call& c, const at::Tensor& tensor) {
                               "call for CUDA tensors. Copy "
                               "it to the CPU, or unset FCCL_CUDA_INNER so that NCCL carries it";
       if (c.collective != Collective::kNone) refuse(c, Fault::kUnsupported, why);
-      // A message: no other rank's collectives know of it.
-      C10_THROW_ERROR(NotImplementedError, std::string("fccl ") + (c.title + sizeof("fccl:") - 1) +
-                                               " on rank " + std::to_string(rank_) + ": " + why);
+      throw_refusal(c, Fault::kUnsupported, why);  // a message: no other rank's collectives know of it
     }
   }
   const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
@@ -135,25 +131,25 @@ std::shared_ptr<GpuEngine> FcclBackend::gpu_engine(const Call& c, const at::Tens
   std::shared_ptr<GpuEngine> made;
   std::string why_not;
   const auto runtime = make_gpu_runtime(tensor.device());
-  if (!kernels_wanted()) {
-    why_not = "FCCL_CUDA_KERNELS is not 1";
-  } else if (runtime == nullptr) {
-    why_not = "this build of fccl has no CUDA kernels";
+  if (!settled_.why_no_kernels.empty()) {
+    why_not = settled_.why_no_kernels;
+    if (rank_ == 0 && settled_.somebody_wants_kernels) warn(no_kernels_because(why_not));
   } else if (carrier_->mode() != Carrier::Mode::kEngine) {
     why_not = "the ranks share no memory: " + carrier_->why_inner();
   } else {
     const c10::impl::VirtualGuardImpl cuda_guard(c10::kCUDA);
     // Memory cannot be made while the caller captures; a later call may do that.
     if (runtime->capture_of(cuda_guard.getStream(tensor.device()).native_handle()) != 0) return nullptr;
-    const GpuEngine::Config config{tensor.device(), group_name_, std::chrono::milliseconds(timeout_ms_)};
+    const GpuEngine::Config config{tensor.device(), group_name_, std::chrono::milliseconds(timeout_ms_),
+                                   wishes_};
     const Call setup = call(OpType::BARRIER, Collective::kGpuSetup, "fccl:gpu_setup", false, c.timeout);
     submit(setup, {}, {}, [&](Carrier& carrier, const Deadline& deadline) {
       made = GpuEngine::connect(config, carrier, deadline, why_not);
     })->wait();
-    if (made == nullptr && rank_ == 0) {
-      warn("fccl: group " + group_name_ + " does not use its CUDA kernels: " + why_not +
-           ". Its CUDA collectives go through " + cuda_inner_name() + ".");
-    }
+    if (made == nullptr && rank_ == 0) warn(no_kernels_because(why_not));
+    if (made != nullptr && rank_ == 0 && !settled_.not_unanimous.empty())
+      warn("fccl: group " + group_name_ +
+           " does without what only some of its ranks ask for: " + settled_.not_unanimous);
   }
   // Not after an exception: what the ranks have not agreed on is not settled.
   const std::lock_guard lock(gpu_->mutex);
@@ -163,21 +159,53 @@ std::shared_ptr<GpuEngine> FcclBackend::gpu_engine(const Call& c, const at::Tens
   return made;
 }
 
+std::string FcclBackend::no_kernels_because(const std::string& why) const {
+  return "fccl: group " + group_name_ + " does not use its CUDA kernels: " + why +
+         ". Its CUDA collectives go through " + cuda_inner_name() + ".";
+}
+
+// The peers have launched their kernel, or will: they must hear of it.
+void FcclBackend::check_for_kernel(const Call& c, GpuEngine& gpu, const at::Tensor& input,
+                                   const at::Tensor& output, std::int64_t root) const {
+  const auto refuse_launch = [&](Fault fault, const std::string& why) {
+    gpu.refuse();
+    throw_refusal(c, fault, why);
+  };
+  if (c.collective == Collective::kBroadcast && (root < 0 || root >= size_)) {
+    refuse_launch(Fault::kValue, "the root is rank " + std::to_string(root) + ", expected 0 to " +
+                                     std::to_string(size_ - 1));
+  }
+  if (!is_dense_on_gpu(output, gpu.device())) {
+    refuse_launch(Fault::kValue, "the output tensor is " + describe(output) +
+                                     ", expected a dense (strided) one on " + gpu.device().str());
+  }
+  const bool writes = c.collective != Collective::kBroadcast || root != rank_;
+  if (writes && at::has_internal_overlap(output) == at::MemOverlap::Yes) {
+    refuse_launch(Fault::kValue, "several elements of the tensor " + describe(output) +
+                                     " share one place in memory (it was expanded), expected a tensor that "
+                                     "can be written; clone() it");
+  }
+  if (output.scalar_type() != input.scalar_type()) {
+    refuse_launch(Fault::kType, "the output tensor is " + describe(output) + ", expected dtype " +
+                                    type_name(input.scalar_type()) + " like the input");
+  }
+  if (c.collective == Collective::kAllGather && output.numel() != input.numel() * size_) {
+    refuse_launch(Fault::kValue, "the output tensor is " + describe(output) + " with " +
+                                     std::to_string(output.numel()) + " elements, expected " +
+                                     std::to_string(input.numel() * size_) + ", " + std::to_string(size_) +
+                                     " times those of the input");
+  }
+}
+
 FcclBackend::WorkPtr FcclBackend::by_kernel(const Call& c, const at::Tensor& input, const at::Tensor& output,
                                             const ::c10d::ReduceOp& op, std::int64_t root) {
   if (is_coalescing()) return {};
   const auto gpu = gpu_engine(c, input);
-  if (gpu == nullptr || !is_plain_on_gpu(input, gpu->device()) || !is_plain_on_gpu(output, gpu->device()))
-    return {};
+  if (gpu == nullptr || !is_dense_on_gpu(input, gpu->device())) return {};
   Reduction reduction;
   reduction.dtype = dtype_of(input.scalar_type());
   if (c.collective == Collective::kAllReduce &&
       (!plan_reduction(input.scalar_type(), op, reduction).empty() || reduction.premultiply)) {
-    return {};
-  }
-  if (c.collective == Collective::kBroadcast && (root < 0 || root >= size_)) return {};
-  if (c.collective == Collective::kAllGather &&
-      (output.numel() != input.numel() * size_ || output.scalar_type() != input.scalar_type())) {
     return {};
   }
   cuda::GpuCall what;
@@ -186,7 +214,11 @@ FcclBackend::WorkPtr FcclBackend::by_kernel(const Call& c, const at::Tensor& inp
   what.dtype = reduction.dtype;
   what.root = static_cast<std::int32_t>(root);
   what.count = static_cast<std::uint64_t>(input.numel()) * reduction.per_element;
-  return gpu->run({what, input, output, c.type, c.title, c.async}, rank_);
+  const cuda::LaunchPlan plan = gpu->plan(what);
+  if (plan.algorithm == cuda::Algorithm::kInner) return {};
+  check_for_kernel(c, *gpu, input, output, root);
+  const bool writes = c.collective != Collective::kBroadcast || root != rank_;
+  return gpu->run(plan, {what, input, output, c.type, c.title, c.async, c.timeout, writes}, rank_);
 }
 
 void FcclBackend::warm_up(const at::Device& device) {

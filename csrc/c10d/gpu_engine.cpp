@@ -11,6 +11,7 @@
 #include "c10d/errors.h"
 #include "c10d/gpu_peers.h"
 #include "c10d/gpu_work.h"
+#include "c10d/tensors.h"
 #include "common/text.h"
 
 namespace fccl::c10d_backend {
@@ -88,6 +89,18 @@ std::string try_links(const GpuProbe& probe, c10::Device device, cuda::Peers& pe
 
 }  // namespace
 
+cuda::Wishes wishes_of_this_process(cuda::InnerEngine inner) {
+  cuda::Wishes wishes;
+  wishes.inner = inner;
+  wishes.has_kernels = built_with_kernels();
+  // Until they have been measured on GPUs, fccl's own kernels are used by those who ask for them.
+  wishes.wants_kernels = is_on("FCCL_CUDA_KERNELS");
+  wishes.deterministic = is_on("FCCL_CUDA_DETERMINISTIC");
+  wishes.float32_accumulation = is_on("FCCL_CUDA_FLOAT32_ACCUMULATION");
+  wishes.may_share_gpu = is_on("FCCL_CUDA_SHARED_GPU");
+  return wishes;
+}
+
 void set_gpu_probe(GpuProbe probe) { probe_of_process() = std::move(probe); }
 
 std::shared_ptr<GpuEngine> GpuEngine::connect(const Config& config, Carrier& carrier,
@@ -98,8 +111,9 @@ std::shared_ptr<GpuEngine> GpuEngine::connect(const Config& config, Carrier& car
   gpu.runtime = make_gpu_runtime(config.device);
   gpu.name = config.group_name;
   gpu.timeout = config.timeout;
-  gpu.deterministic = is_on("FCCL_CUDA_DETERMINISTIC");
-  gpu.may_share_gpu = is_on("FCCL_CUDA_SHARED_GPU");
+  gpu.deterministic = config.wishes.deterministic;
+  gpu.float32_accumulation = config.wishes.float32_accumulation;
+  gpu.may_share_gpu = config.wishes.may_share_gpu;
   if (const GpuProbe& probe = probe_of_process(); probe.run) {
     gpu.prove = [&](const cuda::Terms&, std::span<const cuda::RankTerms> ranks) {
       return try_links(probe, config.device, peers, ranks);
@@ -133,21 +147,38 @@ c10::Stream GpuEngine::side_stream() {
   return side_;
 }
 
-GpuEngine::WorkPtr GpuEngine::run(const Operation& operation, int rank) {
+cuda::LaunchPlan GpuEngine::plan(const cuda::GpuCall& call) const {
   // Settled on the caller's stream: whether that is being captured holds for the other one too.
-  const cuda::LaunchPlan plan = group_->plan(operation.call, current().native_handle());
-  if (plan.algorithm == cuda::Algorithm::kInner) return {};
+  return group_->plan(call, current().native_handle());
+}
+
+GpuEngine::WorkPtr GpuEngine::run(const cuda::LaunchPlan& plan, const Operation& operation, int rank) {
   const c10::Stream stream = operation.async ? side_stream() : current();
   const c10::StreamGuard guard(stream);
+  // Copies are made on this stream, and by its allocator, which gives their memory to nobody before the
+  // stream has come to the end of what uses it.
+  const at::Tensor input = readable(operation.input);
+  const at::Tensor output = operation.output.is_same(operation.input) ? input : writable(operation.output);
   try {
-    group_->launch(plan, operation.call, operation.input.const_data_ptr(),
-                   operation.output.mutable_data_ptr(), stream.native_handle());
+    group_->launch(plan, operation.call, input.const_data_ptr(), output.mutable_data_ptr(),
+                   stream.native_handle(), operation.timeout);
   } catch (const Error& error) {
     throw_as_torch(error);
   }
+  if (operation.writes) put_back(output, operation.output);
   return c10::make_intrusive<GpuWork>(rank, operation.type, operation.title, shared_from_this(), stream,
                                       std::vector<at::Tensor>{operation.output},
                                       std::vector<at::Tensor>{operation.input, operation.output});
+}
+
+void GpuEngine::refuse() noexcept {
+  try {
+    const c10::Stream stream = side_stream();
+    const c10::StreamGuard guard(stream);
+    group_->refuse(stream.native_handle());
+  } catch (const std::exception&) {
+    // The group has failed, which the peers know; this call has an error of its own.
+  }
 }
 
 GpuEngine::WorkPtr GpuEngine::in_turn(bool async, const std::function<WorkPtr()>& inner) {

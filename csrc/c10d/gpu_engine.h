@@ -17,6 +17,7 @@
 
 #include "c10d/carrier.h"
 #include "cuda/gpu_group.h"
+#include "cuda/wishes.h"
 
 namespace fccl::c10d_backend {
 
@@ -24,6 +25,9 @@ namespace fccl::c10d_backend {
 bool built_with_kernels() noexcept;
 // The runtime of a CUDA device; null in builds without.
 std::shared_ptr<cuda::Runtime> make_gpu_runtime(c10::Device device);
+
+// What this rank's environment and build ask for.
+cuda::Wishes wishes_of_this_process(cuda::InnerEngine inner);
 
 // Tries the links between a group's GPUs in processes of their own (python/fccl/_gpu_probe.py). Set once, by
 // the bindings; unset: the driver is believed.
@@ -45,6 +49,7 @@ class GpuEngine : public std::enable_shared_from_this<GpuEngine> {
     c10::Device device{c10::kCUDA, 0};
     std::string group_name;
     std::chrono::milliseconds timeout{};
+    cuda::Wishes wishes;
   };
 
   // The body of a call of the group, on all ranks together. Null on all if their GPUs cannot work together.
@@ -60,14 +65,21 @@ class GpuEngine : public std::enable_shared_from_this<GpuEngine> {
 
   struct Operation {
     cuda::GpuCall call;
-    at::Tensor input;   // plain, on this device
+    at::Tensor input;   // strided, on this device
     at::Tensor output;  // the same; may be the input
     ::c10d::OpType type;
     const char* title;
     bool async;
+    std::chrono::milliseconds timeout;
+    bool writes = true;  // false: a broadcast's root, whose tensor stays as it is
   };
-  // Null if the operation is the inner engine's.
-  WorkPtr run(const Operation& operation, int rank);
+  // Which engine a call goes to that is made now: what is being captured may be the inner one's.
+  cuda::LaunchPlan plan(const cuda::GpuCall& call) const;
+  // `plan`: of this operation, and not the inner engine's. Tensors with gaps are copied on the way, since the
+  // plan must not depend on what only one rank knows.
+  WorkPtr run(const cuda::LaunchPlan& plan, const Operation& operation, int rank);
+  // In place of a call that plan() gives to a kernel and that this rank refuses: see GpuGroup::refuse().
+  void refuse() noexcept;
   // Calls `inner`, which makes one collective of the inner engine, when its turn has come.
   WorkPtr in_turn(bool async, const std::function<WorkPtr()>& inner);
   // The same where `inner` only adds to what end_coalesced() makes of it.

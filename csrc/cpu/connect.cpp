@@ -168,6 +168,7 @@ class Connector {
     if (state_.config.testing.depth != 0) mine.geometry.depth = state_.config.testing.depth;
     candidate_ = Node::newest();
     mine.node = candidate_ ? candidate_->id() : 0;
+    mine.word = state_.config.word;
     if (const Arena* arena = Arena::of_process()) mine.arena_bytes = arena->capacity();
     copy_text(boot_id(), mine.boot_id);
     if (!shared_memory_enabled()) {
@@ -184,6 +185,7 @@ class Connector {
     std::vector<Hello> hellos;
     for (int peer = 0; peer < ranks(); ++peer) {
       hellos.push_back(Hello::parse(values[static_cast<std::size_t>(peer)], peer));
+      state_.words.push_back(hellos.back().word);
     }
     return hellos;
   }

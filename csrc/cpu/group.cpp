@@ -375,6 +375,7 @@ Group::~Group() { leave("the group was freed there"); }
 int Group::rank() const noexcept { return state_->rank(); }
 int Group::world_size() const noexcept { return state_->world_size(); }
 const std::string& Group::why_not() const noexcept { return state_->why_not; }
+const std::vector<std::uint64_t>& Group::words() const noexcept { return state_->words; }
 
 bool Group::spins() const noexcept {
   return state_->waiter && state_->waiter->policy(false).spin.count() > 0;

@@ -55,6 +55,8 @@ struct GroupConfig {
   int world_size = 1;
   std::string name;                      // for messages: torch's group name
   std::shared_ptr<KeyValueStore> store;  // private to this incarnation of the group
+  // What this rank tells its peers when they connect, for those above the engine: see words().
+  std::uint64_t word = 0;
   GroupTesting testing = {};
   // Called once, when the group has failed on this rank, whatever the reason: by a thread that noticed, with
   // no lock held, after the peers have been told and before that thread throws. Must not throw.
@@ -84,6 +86,9 @@ class Group {
   // says why. Throws if a peer does not show up before the deadline. Later calls return at once.
   bool connect(const Deadline& deadline);
   const std::string& why_not() const noexcept;
+  // What each rank says in GroupConfig::word, by rank: known once connect() has returned, whether true or
+  // false. A stranger's bits.
+  const std::vector<std::uint64_t>& words() const noexcept;
   // Whether a wait spins before it sleeps: only where each rank of the node has a core of its own.
   bool spins() const noexcept;
 

@@ -52,7 +52,8 @@ struct Group::State : std::enable_shared_from_this<Group::State> {
   bool tried = false;
   std::atomic<bool> connected{false};
   std::string why_not;
-  std::string why_no_arenas;  // the same emptiness on all ranks: if not empty, no call uses arenas
+  std::vector<std::uint64_t> words;  // by rank
+  std::string why_no_arenas;         // the same emptiness on all ranks: if not empty, no call uses arenas
   std::shared_ptr<Node> node;
   std::vector<int> members;    // rank in the group -> member of the node
   std::uint64_t group_id = 0;  // random, the same on all ranks

@@ -30,6 +30,7 @@ struct Hello {
   SipKey token{};                 // random; rank 0's is what the ranks prove to one another
   Geometry geometry{};            // rank 0's holds
   std::uint64_t arena_bytes = 0;  // size of this process's arena, 0 if it has none
+  std::uint64_t word = 0;         // GroupConfig's
   char boot_id[40] = {};
   char socket_name[40] = {};  // abstract, random
   char refusal[168] = {};     // why this rank will not share memory; empty if it will

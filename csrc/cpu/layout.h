@@ -23,7 +23,7 @@ namespace fccl::cpu {
 
 // 128: adjacent 64-byte lines are fetched in pairs on x86, and some AArch64 cores have such lines.
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::uint32_t kLayoutVersion = 6;
+inline constexpr std::uint32_t kLayoutVersion = 7;
 
 // Counters only grow, are 64 bits wide and start at zero. They are what peers wait for, so they
 // share one line: a peer that polls one gets all.

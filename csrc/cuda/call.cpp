@@ -42,6 +42,7 @@ GpuCall GpuCall::unpack(std::uint64_t word) noexcept {
 }
 
 std::string GpuCall::to_string() const {
+  if (collective == Collective::kRejected) return "a refused call";
   const bool has_root = collective == Collective::kBroadcast;
   Description description = Description::of(collective, dtype, count, has_root ? root : -1, op);
   description.validate();  // enumerators that there are

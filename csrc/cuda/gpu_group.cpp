@@ -30,6 +30,12 @@ std::uint64_t nanoseconds(std::chrono::milliseconds timeout) {
       std::chrono::nanoseconds(std::min<std::chrono::milliseconds>(timeout, most)).count());
 }
 
+std::string what_was_done(const GpuCall& call) {
+  if (call.collective == Collective::kRejected)
+    return "refused the call it was to make; its own error says why";
+  return "called " + call.to_string();
+}
+
 }  // namespace
 
 std::unique_ptr<GpuGroup> GpuGroup::connect(GpuGroupConfig config, Peers& peers, std::string& why_not) {
@@ -114,16 +120,34 @@ std::shared_ptr<Workspaces> GpuGroup::workspaces_for(StreamHandle stream) {
   return for_graphs_;
 }
 
+template <class Put>
+void GpuGroup::put_in_turn(const GpuCall& call, StreamHandle stream, Put put) {
+  std::string why;
+  try {
+    chain_.enter(stream);
+    put();
+    chain_.leave(stream);
+    return;
+  } catch (const std::exception& error) {
+    why = error.what();
+  } catch (...) {
+    why = "an exception that is not a std::exception";
+  }
+  // This rank is a launch short now, and its next one would meet the peers' last.
+  abort(call.to_string() + " could not be launched: " + why);
+  const std::lock_guard state(state_mutex_);
+  throw Error(*failure_);
+}
+
 void GpuGroup::launch(const LaunchPlan& plan, const GpuCall& call, const void* input, void* output,
-                      StreamHandle stream) {
+                      StreamHandle stream, std::optional<std::chrono::milliseconds> timeout) {
   const std::lock_guard lock(launch_mutex_);
   const auto workspaces = workspaces_for(stream);
-  const Session session = workspaces->session(call.pack(), nanoseconds(config_.timeout));
+  const Session session = workspaces->session(call.pack(), nanoseconds(timeout.value_or(config_.timeout)));
   const auto* from = static_cast<const std::byte*>(input);
   auto* to = static_cast<std::byte*>(output);
   const std::uint64_t bytes = call.count * size_of(call.dtype);
-  try {
-    chain_.enter(stream);
+  put_in_turn(call, stream, [&] {
     switch (plan.algorithm) {
       case Algorithm::kOneShotAllReduce:
       case Algorithm::kTwoShotAllReduce: {
@@ -143,15 +167,29 @@ void GpuGroup::launch(const LaunchPlan& plan, const GpuCall& call, const void* i
       }
       case Algorithm::kInner: throw Error(ErrorKind::kInvalid, "planned for the inner engine");
     }
-    chain_.leave(stream);
-  } catch (const Error& error) {
-    // This rank is a launch short now, and its next one would meet the peers' last.
-    abort(call.to_string() + " could not be launched: " + error.what());
-    const std::lock_guard state(state_mutex_);
-    throw Error(*failure_);
-  }
+  });
   const std::lock_guard state(state_mutex_);
   ++launches_[plan.algorithm];
+}
+
+void GpuGroup::refuse(StreamHandle stream) {
+  const std::lock_guard lock(launch_mutex_);
+  const auto workspaces = workspaces_for(stream);
+  GpuCall call;
+  call.collective = Collective::kRejected;
+  const Session session = workspaces->session(call.pack(), nanoseconds(config_.timeout));
+  // One block, and no bytes: float32, whose poison is NaN and not the end of the context.
+  LaunchPlan plan;
+  plan.algorithm = Algorithm::kOneShotAllReduce;
+  plan.element = DType::kFloat32;
+  plan.blocks = 1;
+  plan.threads = 32;
+  plan.reason = "a refused call";
+  static_assert(kMaxRanks <= 32);  // a thread for each peer
+  put_in_turn(call, stream, [&] {
+    const AllReduceArgs args{session, nullptr, nullptr, 0, ReduceOp::kSum};
+    config_.runtime->launch(plan, &args, stream);
+  });
 }
 
 std::map<std::string, std::int64_t> GpuGroup::launch_counts() const {
@@ -190,23 +228,24 @@ bool GpuGroup::is_warm() const {
 std::optional<Error> GpuGroup::failure_of(const Workspaces& workspaces) const {
   const Status status = workspaces.status();
   if (status.failure == 0) return std::nullopt;
-  const std::string mine = GpuCall::unpack(status.mine).to_string();
+  const GpuCall mine = GpuCall::unpack(status.mine);
   const std::string peer = "rank " + std::to_string(status.peer);
-  const std::string where = "fccl " + mine + " on the GPU of rank " + std::to_string(rank_) + " of group '" +
-                            config_.name + "', launch #" + std::to_string(status.generation) + ": ";
+  const std::string where = "fccl " + mine.to_string() + " on the GPU of rank " + std::to_string(rank_) +
+                            " of group '" + config_.name + "', launch #" + std::to_string(status.generation) +
+                            ": ";
   const std::string end =
       " The output is NaN (of integers: undefined), and the group cannot be used any more.";
   switch (static_cast<Failure>(status.failure)) {
     case Failure::kExpired:
       return Error(ErrorKind::kTimeout, where + peer + " did not come within " +
-                                            std::to_string(config_.timeout.count()) +
+                                            std::to_string(status.timeout_ns / 1'000'000) +
                                             " ms; it may have ended, or wait elsewhere." + end);
     case Failure::kMismatch:
       // Not kMismatch, after which a group goes on: this one's launches are out of step.
       return Error(ErrorKind::kPeerFailed, where + "ranks made calls that do not fit: rank " +
-                                               std::to_string(rank_) + " called " + mine + "; " + peer +
-                                               " called " + GpuCall::unpack(status.theirs).to_string() + "." +
-                                               end);
+                                               std::to_string(rank_) + ' ' + what_was_done(mine) + "; " +
+                                               peer + ' ' + what_was_done(GpuCall::unpack(status.theirs)) +
+                                               "." + end);
     case Failure::kAborted:
     case Failure::kNone: break;
   }

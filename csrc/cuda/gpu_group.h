@@ -50,9 +50,15 @@ class GpuGroup {
   // Which engine a call on `stream` goes to. The same on all ranks, if all capture or none does.
   LaunchPlan plan(const GpuCall& call, StreamHandle stream);
   // Puts it on the stream. `plan`: not kInner. kAllGather's `output` has world * count elements, which
-  // `input` may be a part of; for kBroadcast `input` is not used. Throws Error if the group has failed.
+  // `input` may be a part of; for kBroadcast `input` is not used. The kernel waits for its peers for as long
+  // as `timeout`, or the group's. Throws Error if the group has failed.
   void launch(const LaunchPlan& plan, const GpuCall& call, const void* input, void* output,
-              StreamHandle stream);
+              StreamHandle stream, std::optional<std::chrono::milliseconds> timeout = std::nullopt);
+  // Takes the place of a call that plan() gave to a kernel and that this rank refuses, whose peers may have
+  // launched theirs. A rank that just left it out would leave them waiting for their whole timeout, and then
+  // meet their launches with its next one. So an empty kernel comes instead, which says that it is a refusal:
+  // ranks that all refuse go on, and where some have not, the group fails at once.
+  void refuse(StreamHandle stream);
 
   // Launches so far, by kernel: "one-shot all_reduce" …
   std::map<std::string, std::int64_t> launch_counts() const;
@@ -79,6 +85,9 @@ class GpuGroup {
   // With state_mutex_ held.
   const std::optional<Error>& look_for_failure() const;
   std::shared_ptr<Workspaces> workspaces_for(StreamHandle stream);
+  // Between enter() and leave(); whatever goes wrong fails the group on all ranks. With launch_mutex_ held.
+  template <class Put>
+  void put_in_turn(const GpuCall& call, StreamHandle stream, Put put);
   // Whether the device is done with all launches; waits for that no longer than `deadline`.
   bool is_idle(const Deadline& deadline);
 

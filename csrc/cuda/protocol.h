@@ -162,6 +162,7 @@ class Protocol {
     store(&status.generation, generation_);
     store(&status.mine, session_.description);
     store(&status.theirs, theirs);
+    store(&status.timeout_ns, session_.timeout_ns);
     store_release(&status.failure, static_cast<std::uint32_t>(failure));
     flush();
     if (failure != Failure::kAborted) set_abort(session_.rank);

@@ -46,8 +46,9 @@ struct alignas(64) Status {
   std::uint32_t failure;
   std::uint32_t peer;
   std::uint64_t generation;
-  std::uint64_t mine;    // descriptions
-  std::uint64_t theirs;  // kMismatch only
+  std::uint64_t mine;        // descriptions
+  std::uint64_t theirs;      // kMismatch only
+  std::uint64_t timeout_ns;  // the launch's
 };
 
 // What every communicating kernel is told.

@@ -112,6 +112,7 @@ Status Workspaces::status() const {
   status.generation = status_->generation;
   status.mine = status_->mine;
   status.theirs = status_->theirs;
+  status.timeout_ns = status_->timeout_ns;
   return status;
 }
 

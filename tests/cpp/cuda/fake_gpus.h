@@ -71,7 +71,7 @@ class ThreadPeers final : public Peers {
 // ---- Runtime ----
 
 // Which member fails, for tests of the way out.
-enum class Fails { kNothing, kFacts, kLink, kAllocate, kMap, kLoad, kLaunch };
+enum class Fails { kNothing, kFacts, kLink, kAllocate, kMap, kLoad, kLaunch, kMemory };
 
 class FakeRuntime final : public Runtime {
  public:
@@ -174,6 +174,7 @@ class FakeRuntime final : public Runtime {
   void launch(const LaunchPlan& plan, const void* args, StreamHandle stream) override {
     log.push_back(std::string(name_of(plan.algorithm)) + " on " + name(stream));
     std::memcpy(&last_session, args, sizeof(last_session));  // the first member of all Args
+    if (fails == Fails::kMemory) throw std::bad_alloc();     // no Error of fccl's
     fail_if(Fails::kLaunch, "no room");
     if (at_launch) at_launch();
     if (!executes) return;

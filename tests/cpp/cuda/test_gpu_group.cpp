@@ -1,5 +1,5 @@
 // Groups of GPUs from their making to their end, on fakes of the GPU (fake_gpus.h): results, the joint way
-// out of whatever goes wrong on one rank, order between streams and engines, graphs, failures.
+// out of whatever goes wrong on one rank, order between streams and engines, graphs.
 #include "cuda/gpu_group.h"
 
 #include <gtest/gtest.h>
@@ -7,78 +7,20 @@
 #include <atomic>
 #include <cmath>
 
-#include "cuda/fake_gpus.h"
+#include "cuda/gpu_world.h"
 
 namespace fccl::cuda {
 namespace {
 
+using host::all_reduce_of;
 using host::Fails;
-using host::FakeRuntime;
-using host::Meetings;
+using host::Group;
+using host::Log;
 using host::on_all_ranks;
-using host::ThreadPeers;
-
-StreamHandle stream(std::uintptr_t number) { return reinterpret_cast<StreamHandle>(number); }
-
-// One rank of a test: what it needs to connect, and what came of it.
-struct Rank {
-  std::shared_ptr<FakeRuntime> gpu;
-  std::unique_ptr<ThreadPeers> peers;
-  std::unique_ptr<GpuGroup> group;
-  std::string why_not;
-};
-
-struct Group {
-  explicit Group(int size) {
-    const auto meetings = std::make_shared<Meetings>(size);
-    for (int rank = 0; rank < size; ++rank) {
-      ranks.push_back({std::make_shared<FakeRuntime>(rank),
-                       std::make_unique<ThreadPeers>(meetings, rank, size), nullptr, ""});
-    }
-  }
-  Rank& operator[](int rank) { return ranks[static_cast<std::size_t>(rank)]; }
-  int size() const { return static_cast<int>(ranks.size()); }
-
-  void connect(const std::function<void(int, GpuGroupConfig&)>& change = {}) {
-    on_all_ranks(size(), [&](int r) {
-      Rank& rank = (*this)[r];
-      GpuGroupConfig config;
-      config.runtime = rank.gpu;
-      config.name = "g";
-      config.timeout = std::chrono::seconds(30);
-      config.grace = std::chrono::milliseconds(50);
-      config.half_bytes = 1 << 20;
-      if (change) change(r, config);
-      rank.group = GpuGroup::connect(std::move(config), *rank.peers, rank.why_not);
-    });
-  }
-  void close() {
-    on_all_ranks(size(), [&](int r) {
-      if ((*this)[r].group != nullptr) (*this)[r].group->close((*this)[r].peers.get());
-      (*this)[r].group.reset();
-    });
-  }
-  void expect_nothing_left() {
-    for (Rank& rank : ranks) {
-      EXPECT_EQ(rank.gpu->allocations, 0);
-      EXPECT_EQ(rank.gpu->mappings, 0);
-      EXPECT_EQ(rank.gpu->host_allocations, 0);
-      EXPECT_EQ(rank.gpu->events, 0);
-    }
-  }
-
-  std::vector<Rank> ranks;
-};
-
-GpuCall all_reduce_of(std::uint64_t count, DType dtype = DType::kFloat32, ReduceOp op = ReduceOp::kSum) {
-  return {Collective::kAllReduce, op, dtype, 0, count};
-}
-
-void run(GpuGroup& group, const GpuCall& call, const void* input, void* output, StreamHandle on = stream(1)) {
-  const LaunchPlan plan = group.plan(call, on);
-  ASSERT_NE(plan.algorithm, Algorithm::kInner) << plan.reason;
-  group.launch(plan, call, input, output, on);
-}
+using host::Quiet;
+using host::Rank;
+using host::run;
+using host::stream;
 
 // ---- results ----
 
@@ -292,21 +234,6 @@ TEST(GpuCallWord, comes_back) {
 
 // ---- order ----
 
-using Log = std::vector<std::string>;
-
-// Two ranks whose GPUs do nothing: for what is put on streams.
-struct Quiet : Group {
-  Quiet() : Group(2) {
-    for (Rank& rank : ranks) rank.gpu->executes = false;
-    connect();
-  }
-  ~Quiet() { close(); }
-  GpuGroup& group() { return *ranks[0].group; }
-  FakeRuntime& gpu() { return *ranks[0].gpu; }
-  void call(std::uintptr_t on) { run(group(), all_reduce_of(4), nullptr, nullptr, stream(on)); }
-  Log take_log() { return std::exchange(gpu().log, {}); }
-};
-
 TEST(GpuOrder, a_call_on_another_stream_waits_for_the_one_before) {
   Quiet world;
   world.call(1);
@@ -391,165 +318,6 @@ TEST(GpuGraphs, warm_up_fails_on_all_ranks_or_on_none) {
     });
     world[1].gpu->fails = Fails::kNothing;
     world.call(1);
-  }
-}
-
-// ---- failures ----
-
-void expect_failed(GpuGroup& group, ErrorKind kind, const std::vector<std::string>& words) {
-  const auto failure = group.failure();
-  ASSERT_TRUE(failure.has_value());
-  EXPECT_EQ(failure->kind(), kind);
-  EXPECT_TRUE(failure->is_sticky());
-  for (const std::string& word : words)
-    EXPECT_NE(std::string(failure->what()).find(word), std::string::npos)
-        << word << " in " << failure->what();
-  float value = 0;
-  EXPECT_THROW(run(group, all_reduce_of(1), &value, &value), Error);
-}
-
-TEST(GpuFailure, a_rank_that_does_not_come_is_named) {
-  Group world(3);
-  world.connect([](int, GpuGroupConfig& config) { config.timeout = std::chrono::milliseconds(200); });
-  on_all_ranks(3, [&](int r) {
-    if (r == 2) return;
-    std::vector<float> values(5, 1.0f);
-    run(*world[r].group, all_reduce_of(5), values.data(), values.data());
-    for (const float value : values) EXPECT_TRUE(std::isnan(value));
-    const auto failure = world[r].group->failure();
-    ASSERT_TRUE(failure.has_value());
-    // Whoever notices first names rank 2; the other may name the one who told it.
-    if (failure->kind() == ErrorKind::kTimeout) {
-      expect_failed(
-          *world[r].group, ErrorKind::kTimeout,
-          {"all_reduce(float32, count=5, op=sum)", "group 'g'", "rank 2 did not come within 200 ms"});
-    } else {
-      expect_failed(*world[r].group, ErrorKind::kPeerFailed, {"gave up"});
-    }
-  });
-  // The late one fails as well, and at once.
-  float value = 1;
-  run(*world[2].group, all_reduce_of(1), &value, &value);
-  EXPECT_TRUE(std::isnan(value));
-  expect_failed(*world[2].group, ErrorKind::kPeerFailed, {"gave up"});
-  world.close();
-}
-
-TEST(GpuFailure, calls_that_differ_are_named) {
-  Group world(2);
-  world.connect();
-  on_all_ranks(2, [&](int r) {
-    std::vector<float> values(6, 1.0f);
-    run(*world[r].group, all_reduce_of(r == 0 ? 5 : 6), values.data(), values.data());
-    EXPECT_TRUE(std::isnan(values[0]));
-    const auto failure = world[r].group->failure();
-    ASSERT_TRUE(failure.has_value());
-    if (std::string(failure->what()).find("do not fit") != std::string::npos) {
-      EXPECT_NE(std::string(failure->what()).find("rank 0 called all_reduce(float32, count=5, op=sum)"),
-                std::string::npos);
-      EXPECT_NE(std::string(failure->what()).find("rank 1 called all_reduce(float32, count=6, op=sum)"),
-                std::string::npos);
-    } else {
-      EXPECT_NE(std::string(failure->what()).find("gave up"), std::string::npos) << failure->what();
-    }
-  });
-  world.close();
-  world.expect_nothing_left();
-}
-
-TEST(GpuFailure, abort_ends_a_kernel_that_waits) {
-  Group world(2);
-  world.connect();
-  std::thread aborts([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    world[1].group->abort("the user asked for it");
-  });
-  float value = 1;
-  run(*world[0].group, all_reduce_of(1), &value, &value);  // its timeout would be 30 s
-  aborts.join();
-  EXPECT_TRUE(std::isnan(value));
-  expect_failed(*world[0].group, ErrorKind::kPeerFailed, {"rank 1 gave up"});
-  expect_failed(*world[1].group, ErrorKind::kAborted, {"the user asked for it"});
-  world.close();
-}
-
-// A launch that fails on one rank: its peers are told, and do not wait for it.
-TEST(GpuFailure, a_launch_that_fails_fails_the_group) {
-  Group world(2);
-  world.connect();
-  world[1].gpu->fails = Fails::kLaunch;
-  on_all_ranks(2, [&](int r) {
-    float value = 1;
-    if (r == 0) {
-      run(*world[0].group, all_reduce_of(1), &value, &value);
-      EXPECT_TRUE(std::isnan(value));
-      expect_failed(*world[0].group, ErrorKind::kPeerFailed, {"rank 1 gave up"});
-    } else {
-      EXPECT_THROW(run(*world[1].group, all_reduce_of(1), &value, &value), Error);
-      expect_failed(*world[1].group, ErrorKind::kAborted,
-                    {"all_reduce(float32, count=1, op=sum) could not be launched: no room"});
-    }
-  });
-  world.close();
-  world.expect_nothing_left();
-}
-
-// As where the queue of launches is full: abort() and close() must get through, or nobody ends it.
-TEST(GpuFailure, a_launch_that_blocks_does_not_hold_up_abort) {
-  Quiet world;
-  std::atomic<bool> blocked{false};
-  std::atomic<bool> goes_on{false};
-  world.gpu().at_launch = [&] {
-    blocked = true;
-    while (!goes_on) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  };
-  std::thread caller([&] { world.call(1); });
-  while (!blocked) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  world.group().abort("enough");
-  EXPECT_EQ(world.gpu().pokes, 3);  // one of the set-up
-  EXPECT_TRUE(world.group().failure().has_value());
-  goes_on = true;
-  caller.join();
-  world.gpu().at_launch = nullptr;
-}
-
-// What hangs on the device for good keeps the memory it uses.
-TEST(GpuFailure, what_hangs_keeps_its_memory) {
-  Quiet world;
-  world.call(1);
-  world.gpu().busy = true;
-  world.gpu().hangs = true;
-  world.close();
-  EXPECT_EQ(world.gpu().allocations, 1);
-  EXPECT_EQ(world.gpu().mappings, 1);
-  EXPECT_EQ(world[1].gpu->allocations, 0);
-}
-
-// What nobody will finish is not waited for till its timeout; what is done is not disturbed.
-TEST(GpuFailure, closing_aborts_what_is_left) {
-  for (const bool busy : {false, true}) {
-    Quiet world;
-    world.call(1);
-    world.gpu().busy = busy;
-    world.gpu().pokes = 0;
-    world.close();
-    EXPECT_EQ(world.gpu().pokes, busy ? 2 : 0);  // of both ranks' abort words
-  }
-}
-
-// A peer that is gone may still have this rank's memory mapped.
-TEST(GpuFailure, without_a_meeting_only_counted_memory_is_freed) {
-  for (const auto kind : {Export::Kind::kDescriptor, Export::Kind::kIpcHandle}) {
-    Group world(2);
-    for (Rank& rank : world.ranks) rank.gpu->kind = kind;
-    world.connect();
-    world[0].group->close(nullptr);
-    EXPECT_EQ(world[0].gpu->mappings, 0);
-    EXPECT_EQ(world[0].gpu->allocations, kind == Export::Kind::kDescriptor ? 0 : 1);
-    float value = 0;
-    EXPECT_THROW(world[0].group->launch({}, all_reduce_of(1), &value, &value, stream(1)), Error);
-    EXPECT_FALSE(world[0].group->failure().has_value());  // what was called before went well
-    world[1].group->close(nullptr);
   }
 }
 
