@@ -24,10 +24,6 @@ bool is_dense_on_gpu(const at::Tensor& tensor, const c10::Device& device) {
 }  // namespace
 
 ::c10d::Backend& FcclBackend::cuda(const Call& c, const at::Tensor& tensor) {
-  // The same on all ranks, so all refuse.
-  if (const std::string& why = settled_.why_no_collectives; !why.empty() && c.collective != Collective::kNone)
-    refuse(c, Fault::kValue, why);
-  if (const std::string& why = settled_.why_no_messages; !why.empty()) throw_refusal(c, Fault::kValue, why);
   std::lock_guard lock(cuda_mutex_);
   if (!cuda_inner_) {
     if (!cuda_factory_) {
@@ -81,6 +77,10 @@ void FcclBackend::check_gloo_can(const Call& c, const at::Tensor& tensor) {
 }
 
 FcclBackend::WorkPtr FcclBackend::on_cuda(const Call& c, const at::Tensor& tensor, const InnerCall& inner) {
+  // The same on all ranks, so all refuse.
+  if (const std::string& why = settled_.why_no_collectives; !why.empty() && c.collective != Collective::kNone)
+    refuse(c, Fault::kValue, why);
+  if (const std::string& why = settled_.why_no_messages; !why.empty()) throw_refusal(c, Fault::kValue, why);
   if (cuda_by_gloo_ && cuda_factory_) check_gloo_can(c, tensor);
   ::c10d::Backend& engine = cuda(c, tensor);
   const auto gpu = gpu_engine();

@@ -157,8 +157,15 @@ GpuEngine::WorkPtr GpuEngine::run(const cuda::LaunchPlan& plan, const Operation&
   const c10::StreamGuard guard(stream);
   // Copies are made on this stream, and by its allocator, which gives their memory to nobody before the
   // stream has come to the end of what uses it.
-  const at::Tensor input = readable(operation.input);
-  const at::Tensor output = operation.output.is_same(operation.input) ? input : writable(operation.output);
+  at::Tensor input;
+  at::Tensor output;
+  try {
+    input = readable(operation.input);
+    output = operation.output.is_same(operation.input) ? input : writable(operation.output);
+  } catch (...) {  // no memory for a copy: the peers launch theirs all the same
+    refuse();
+    throw;
+  }
   try {
     group_->launch(plan, operation.call, input.const_data_ptr(), output.mutable_data_ptr(),
                    stream.native_handle(), operation.timeout);

@@ -78,7 +78,9 @@ def inner_engines_differ(rank: int, world_size: int) -> None:
     tensor = on_gpu([1.0])
     began = time.monotonic()
     for _ in range(2):
-        with pytest.raises(ValueError, match="FCCL_CUDA_INNER is gloo on rank 0 and nccl, the default, on rank 1"):
+        with pytest.raises(
+            ValueError, match="FCCL_CUDA_INNER is gloo on rank 0 and nccl, the default, on rank 1"
+        ):
             dist.all_reduce(tensor)
     with pytest.raises(ValueError, match="FCCL_CUDA_INNER is gloo on rank 0"):
         dist.send(tensor, 1 - rank)
@@ -189,7 +191,7 @@ def gaps(rank: int, world_size: int, async_op: bool) -> None:
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_tensors_with_gaps(pool, world_size, async_op):
-    pool(world_size).run(gaps, async_op, init_kwargs=LONG)
+    pool(world_size).run(gaps, async_op)
 
 
 # ---- refused calls ----
@@ -224,7 +226,7 @@ def all_refuse(rank: int, world_size: int) -> None:
 
 
 def test_a_call_that_all_refuse_costs_nothing(pool):
-    pool(2).run(all_refuse, init_kwargs=LONG)
+    pool(2).run(all_refuse)
 
 
 def one_refuses(rank: int, world_size: int, name: str) -> None:
@@ -241,7 +243,7 @@ def one_refuses(rank: int, world_size: int, name: str) -> None:
         else:
             dist.all_gather_into_tensor(on_gpu([0.0] * 4), tensor)
         torch.cuda.synchronize()
-    with pytest.raises(dist.DistBackendError) as raised:
+    with pytest.raises(dist.DistError) as raised:
         torch.cuda.synchronize()
         dist.all_reduce(on_gpu([1.0]))
     text = str(raised.value)
@@ -256,8 +258,28 @@ def one_refuses(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["too short", "another dtype", "expanded"])
-def test_peers_of_a_refused_call_do_not_wait(pool, name):
-    pool(2).run(one_refuses, name, init_kwargs=LONG)
+def test_peers_of_a_refused_call_do_not_wait(name):
+    run_simulated(one_refuses, 2, name, init_kwargs=LONG)
+
+
+def no_memory_for_a_copy(rank: int, world_size: int) -> None:
+    right_sum(world_size)
+    began = time.monotonic()
+    wide = torch.ones(30_000, 2).to("cuda")
+    if rank == 1:
+        torch.cuda.set_per_process_memory_fraction(1e-9)  # another stream finds nothing in the cache
+        with pytest.raises(torch.OutOfMemoryError):
+            dist.all_reduce(wide[:, 0], async_op=True)
+    else:
+        dist.all_reduce(wide[:, 0], async_op=True)
+    with pytest.raises(dist.DistError, match="refused the call it was to make|gave up"):
+        torch.cuda.synchronize()
+        dist.all_reduce(on_gpu([1.0]))
+    assert time.monotonic() - began < 30
+
+
+def test_peers_hear_of_a_copy_that_found_no_memory():
+    run_simulated(no_memory_for_a_copy, 2, init_kwargs=LONG)
 
 
 # ---- timeouts ----
@@ -275,10 +297,10 @@ def own_timeout(rank: int, world_size: int) -> None:
         torch.cuda.synchronize()
         assert 0.3 < time.monotonic() - began < 30
         assert tensor.cpu().isnan().all()
-        with pytest.raises(dist.DistBackendError, match="rank 1 did not come within 400 ms"):
+        with pytest.raises(dist.DistError, match="rank 1 did not come within 400 ms"):
             dist.all_reduce(tensor)
     dist.barrier()
 
 
-def test_a_call_has_a_timeout_of_its_own(pool):
-    pool(2).run(own_timeout, init_kwargs=LONG)
+def test_a_call_has_a_timeout_of_its_own():
+    run_simulated(own_timeout, 2, init_kwargs=LONG)
