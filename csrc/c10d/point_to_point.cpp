@@ -3,6 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "c10d/backend.h"
@@ -90,10 +91,16 @@ class CoalescedWork final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
     for (const auto& work : works_) futures.push_back(work->getFuture());
-    // Messages are on one kind of device: a single NCCL work's Future knows its stream, which a new one would
-    // not.
     if (futures.size() == 1) return futures[0];
-    auto all = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    // A Future takes no value that lies on a device it was not made for.
+    std::vector<c10::Device> devices;
+    for (const auto& future : futures) {
+      for (const c10::Device& device : future->devices()) {
+        if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
+      }
+    }
+    auto all = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                        std::move(devices));
     if (futures.empty()) {
       all->markCompleted(c10::IValue(std::vector<at::Tensor>{}));
       return all;
@@ -105,6 +112,7 @@ class CoalescedWork final : public ::c10d::Work {
         std::vector<at::Tensor> values;
         for (const auto& each : futures) {
           if (each->hasError()) return all->setError(each->exception_ptr());
+          each->wait();  // complete for the host; makes the current streams, which `all` records, wait
           for (const at::Tensor& value : each->value().toTensorVector()) values.push_back(value);
         }
         all->markCompleted(c10::IValue(values));

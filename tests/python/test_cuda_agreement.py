@@ -304,3 +304,26 @@ def own_timeout(rank: int, world_size: int) -> None:
 
 def test_a_call_has_a_timeout_of_its_own():
     run_simulated(own_timeout, 2, init_kwargs=LONG)
+
+
+# ---- batches ----
+
+
+def batch(rank: int, world_size: int) -> None:
+    right_sum(world_size)
+    tensors = [on_gpu([float(rank)] * 3), on_gpu([1.0] * 5)]
+    group = dist.distributed_c10d._get_default_group()
+    device = torch.device("cuda", 0)
+    group._start_coalescing(device)  # what torch's own manager calls
+    for tensor in tensors:
+        group.allreduce([tensor])
+    work = group._end_coalescing(device)
+    future = work.get_future()
+    values = future.then(lambda done: [value.cpu().tolist() for value in done.value()]).wait()
+    assert sorted(values, key=len) == [[float(sum(range(world_size)))] * 3, [float(world_size)] * 5]
+    work.wait()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_future_of_a_batch_has_all_its_values(pool, world_size):
+    pool(world_size).run(batch)
