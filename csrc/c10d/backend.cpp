@@ -246,6 +246,7 @@ void FcclBackend::shutdown() { shut_down("it was destroyed there"); }
 void FcclBackend::shut_down(const std::string& why) {
   if (fork_generation() != born_in_ || shut_down_.exchange(true)) return;
   GilRelease unlocked;
+  if (const auto gpu = gpu_engine()) gpu->stop_watching();
   const auto grace = std::min<std::chrono::milliseconds>(kDrain, std::chrono::milliseconds(timeout_ms_));
   const bool idle = executor_->stop(grace, [this, &why] {
     if (carrier_->group() != nullptr) {

@@ -121,7 +121,11 @@ std::shared_ptr<GpuEngine> GpuEngine::connect(const Config& config, Carrier& car
   }
   auto group = cuda::GpuGroup::connect(std::move(gpu), peers, why_not);
   if (group == nullptr) return nullptr;
-  return std::make_shared<GpuEngine>(config.device, std::move(group));
+  auto engine = std::make_shared<GpuEngine>(config.device, std::move(group));
+  engine->watch_ = std::make_unique<PeerWatch>(
+      [cpu = carrier.group()] { return cpu->lost_rank(); },
+      [gpu = engine->group_.get()](const std::string& why) { gpu->end_waits(why); });
+  return engine;
 }
 
 GpuEngine::GpuEngine(c10::Device device, std::unique_ptr<cuda::GpuGroup> group)
@@ -129,6 +133,11 @@ GpuEngine::GpuEngine(c10::Device device, std::unique_ptr<cuda::GpuGroup> group)
       group_(std::move(group)),
       side_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)),
       marker_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
+
+void GpuEngine::stop_watching() noexcept {
+  const std::lock_guard lock(watch_mutex_);
+  watch_.reset();
+}
 
 void GpuEngine::warm_up(Carrier& carrier, const Deadline& deadline) {
   CarrierPeers peers(carrier, deadline);

@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "c10d/carrier.h"
+#include "c10d/peer_watch.h"
 #include "cuda/gpu_group.h"
 #include "cuda/wishes.h"
 
@@ -60,6 +62,9 @@ class GpuEngine : public std::enable_shared_from_this<GpuEngine> {
   // The same, for CUDA graphs: see GpuGroup::warm_up().
   void warm_up(Carrier& carrier, const Deadline& deadline);
 
+  // Before the ranks' CPU group ends, which is what is watched. Any thread; idempotent.
+  void stop_watching() noexcept;
+
   c10::Device device() const noexcept { return device_; }
   cuda::GpuGroup& group() noexcept { return *group_; }
 
@@ -94,6 +99,8 @@ class GpuEngine : public std::enable_shared_from_this<GpuEngine> {
 
   const c10::Device device_;
   const std::unique_ptr<cuda::GpuGroup> group_;
+  std::mutex watch_mutex_;
+  std::unique_ptr<PeerWatch> watch_;  // ends before group_
   const c10::Stream side_;
   const c10::Stream marker_;  // nothing is put on it: it waits for the ends of what is elsewhere
 };

@@ -483,6 +483,24 @@ std::optional<std::string> Group::trouble_of_a_peer() const {
   return std::nullopt;
 }
 
+std::optional<std::string> Group::lost_rank() const {
+  if (!state_->connected) return std::nullopt;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank()) continue;
+    const auto at = static_cast<std::size_t>(peer);
+    // Looked at after the process: who says goodbye does so before its end.
+    const bool gone = state_->node->is_gone(state_->members[at]);
+    const auto state =
+        static_cast<RankState>(state_->controls[at]->status.state.load(std::memory_order_acquire));
+    const std::string who = "rank " + std::to_string(peer);
+    if (state == RankState::kLeft) return who + " has left the group: " + state_->text_of(peer);
+    if (gone) {
+      return "the process of " + who + " ended without destroy_process_group(); that rank's output says why";
+    }
+  }
+  return std::nullopt;
+}
+
 std::optional<Error> Group::failure() const { return state_->held_failure(); }
 
 PointToPoint& Group::point_to_point() const { return *state_->point_to_point; }

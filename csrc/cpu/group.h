@@ -160,6 +160,10 @@ class Group {
   // What a peer says that has failed in the present collective or before it, without waiting for anybody.
   std::optional<std::string> trouble_of_a_peer() const;
 
+  // That a rank will make no more calls, since its process has ended or it has left the group; or nothing.
+  // Waits for nobody, and fails nothing.
+  std::optional<std::string> lost_rank() const;
+
   // Number of collectives begun so far (rejected ones and gates included).
   std::uint64_t sequence_number() const noexcept;
   // How many of them found the tensors in the ranks' arenas and went without copies.

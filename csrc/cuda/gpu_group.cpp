@@ -249,6 +249,8 @@ std::optional<Error> GpuGroup::failure_of(const Workspaces& workspaces) const {
     case Failure::kAborted:
     case Failure::kNone: break;
   }
+  if (static_cast<int>(status.peer) == rank_ && !lost_.empty())
+    return Error(ErrorKind::kPeerDied, where + lost_ + "." + end);
   if (static_cast<int>(status.peer) == rank_)
     return Error(ErrorKind::kAborted, where + "aborted here." + end);
   return Error(ErrorKind::kPeerFailed, where + peer + " gave up; its own error says why." + end);
@@ -278,6 +280,19 @@ void GpuGroup::abort(const std::string& why) noexcept {
   }
   for (const auto& workspaces : all) {
     if (workspaces != nullptr) workspaces->abort();
+  }
+}
+
+void GpuGroup::end_waits(const std::string& why) noexcept {
+  std::shared_ptr<Workspaces> all[2];
+  {
+    const std::lock_guard lock(state_mutex_);
+    lost_ = why;
+    all[0] = workspaces_;
+    all[1] = for_graphs_;
+  }
+  for (const auto& workspaces : all) {
+    if (workspaces != nullptr) workspaces->abort_own();
   }
 }
 

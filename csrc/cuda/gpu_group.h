@@ -75,6 +75,10 @@ class GpuGroup {
   std::optional<Error> failure() const;
   // Fails the group: ends the kernels that wait here and on the peers.
   void abort(const std::string& why) noexcept;
+  // Ends the kernels that wait on this rank, now or later, because a rank will not come any more. If none
+  // does, nothing has failed: that rank may have done all that was asked of it. `why` starts a sentence's
+  // second half.
+  void end_waits(const std::string& why) noexcept;
   // Ends it: waits for what is under way, for as long as `grace`, and aborts what is left. All ranks
   // together; without peers if they will not come.
   void close(Peers* peers) noexcept;
@@ -106,6 +110,7 @@ class GpuGroup {
   std::shared_ptr<Workspaces> for_graphs_;
   std::map<Algorithm, std::int64_t> launches_;
   mutable std::optional<Error> failure_;
+  std::string lost_;  // end_waits()'s
 };
 
 }  // namespace fccl::cuda

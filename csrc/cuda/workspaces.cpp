@@ -117,15 +117,20 @@ Status Workspaces::status() const {
 }
 
 void Workspaces::abort() noexcept {
-  for (std::byte* const workspace : workspaces_) {
-    if (workspace == nullptr) continue;
-    try {
-      runtime_->poke(reinterpret_cast<std::uint32_t*>(workspace + offsetof(Control, abort)),
-                     static_cast<std::uint32_t>(rank_) + 1);
-    } catch (const Error&) {
-      // A device that takes no more words has no kernels that wait either; the others must be told all the
-      // same.
-    }
+  for (std::size_t rank = 0; rank < workspaces_.size(); ++rank) abort(rank);
+}
+
+void Workspaces::abort_own() noexcept { abort(static_cast<std::size_t>(rank_)); }
+
+void Workspaces::abort(std::size_t rank) noexcept {
+  std::byte* const workspace = workspaces_[rank];
+  if (workspace == nullptr) return;
+  try {
+    runtime_->poke(reinterpret_cast<std::uint32_t*>(workspace + offsetof(Control, abort)),
+                   static_cast<std::uint32_t>(rank_) + 1);
+  } catch (const Error&) {
+    // A device that takes no more words has no kernels that wait either; the others must be told all the
+    // same.
   }
 }
 

@@ -38,6 +38,8 @@ class Workspaces {
   Status status() const;
   // Ends the kernels that wait here and on the peers; all later ones fail.
   void abort() noexcept;
+  // The same for this rank's kernels only.
+  void abort_own() noexcept;
 
   // When no kernel uses them any more: unmaps, meets the peers and frees. Without peers, or if they do not
   // come: as above.
@@ -48,6 +50,7 @@ class Workspaces {
 
  private:
   Workspaces(std::shared_ptr<Runtime> runtime, int rank, int world, std::uint64_t half_bytes);
+  void abort(std::size_t rank) noexcept;
   void unmap() noexcept;
 
   const std::shared_ptr<Runtime> runtime_;
