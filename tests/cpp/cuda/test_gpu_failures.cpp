@@ -167,6 +167,41 @@ TEST(GpuFailure, without_a_meeting_only_counted_memory_is_freed) {
   }
 }
 
+TEST(GpuFailure, a_lost_rank_ends_a_kernel_that_waits) {
+  Group world(3);
+  world.connect();
+  std::thread watches([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    for (int r = 0; r < 2; ++r) world[r].group->end_waits("rank 2 has left the group");
+  });
+  on_all_ranks(2, [&](int r) {
+    float value = 1;
+    run(*world[r].group, all_reduce_of(1), &value, &value);  // its timeout would be 30 s
+    EXPECT_TRUE(std::isnan(value));
+    expect_failed(*world[r].group, ErrorKind::kPeerDied,
+                  {"all_reduce(float32", "rank 2 has left the group."});
+  });
+  watches.join();
+  world.close();
+}
+
+TEST(GpuFailure, a_lost_rank_that_nobody_waits_for_fails_nothing) {
+  Group world(2);
+  world.connect();
+  on_all_ranks(2, [&](int r) {
+    float value = 1;
+    run(*world[r].group, all_reduce_of(1), &value, &value);
+    EXPECT_EQ(value, 2);
+  });
+  world[0].group->end_waits("rank 1 has left the group");
+  EXPECT_FALSE(world[0].group->failure().has_value());
+  float value = 1;
+  run(*world[0].group, all_reduce_of(1), &value, &value);  // who needs it learns of it, and at once
+  expect_failed(*world[0].group, ErrorKind::kPeerDied, {"rank 1 has left the group."});
+  EXPECT_FALSE(world[1].group->failure().has_value());
+  world.close();
+}
+
 // ---- calls that a rank refuses ----
 
 TEST(GpuRefusal, a_call_that_all_refuse_leaves_the_group_usable) {
