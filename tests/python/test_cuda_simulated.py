@@ -290,36 +290,40 @@ def test_calls_follow_each_other(pool):
     pool(2).run(in_turn)
 
 
-def memory_is_kept(rank: int, world_size: int) -> None:
-    """A tensor that is dropped while its call waits in line is given to nobody else."""
+def memory_is_kept(rank: int, world_size: int, work_is_kept: bool) -> None:
+    """An input that is dropped while its call waits in line is given to nobody else, be the Work kept or not."""
     dist.all_reduce(torch.ones(1).to("cuda"))
-    sums = []
-    for waits in (True, False):
-        stream = torch.cuda.Stream()
-        source = torch.full((1 << 16,), float(rank + 1)).to("cuda")
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(NAP // 2)
-            tensor = torch.empty_like(source).copy_(source)
-            place = tensor.data_ptr()
-            work = dist.all_reduce(tensor, async_op=True)
-            future = work.get_future()
-            del tensor
-            # The caller's stream, whose memory it was, would be given the very same place again.
-            others = [torch.empty(1 << 16, device="cuda") for _ in range(3)]
-            assert place not in [other.data_ptr() for other in others]
-            for other in others:
-                other.fill_(-1)
-            if waits:
-                work.wait()
-                sums.append(future.value()[0].cpu())
-            del work, future, others
-        torch.cuda.synchronize()
-    assert (sums[0] == world_size * (world_size + 1) / 2).all()
+    count = 1 << 14
+    stream = torch.cuda.Stream()
+    source = torch.full((count,), float(rank + 1)).to("cuda")
+    output = torch.zeros(world_size * count).to("cuda")
+    torch.empty(4, device="cuda").fill_(-1)  # the first launch of a kernel waits for all that runs
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        # The nap is on the stream of the call, not on the caller's, which would hold up what comes after as well.
+        dist.all_gather_into_tensor(output, source, async_op=True)
+        tensor = torch.empty_like(source).copy_(source)
+        stream.synchronize()
+        side = torch.cuda.ExternalStream(int(streams_of(take_log(), "OneShotAllGather")[-1], 16))
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(NAP)
+        place = tensor.data_ptr()
+        work = dist.all_gather_into_tensor(output, tensor, async_op=True)
+        del tensor
+        if not work_is_kept:
+            del work
+        others = [torch.empty(count, device="cuda").fill_(-1) for _ in range(3)]
+        stream.synchronize()  # they are written before the kernel reads its input
+        assert not side.query(), "too late to tell"
+        assert place not in [other.data_ptr() for other in others]
+    torch.cuda.synchronize()
+    expected = [float(r + 1) for r in range(world_size) for _ in range(count)]
+    assert output.cpu().tolist() == expected
 
 
-def test_tensors_of_a_call_under_way_are_kept(pool):
-    pool(2).run(memory_is_kept)
+@pytest.mark.parametrize("work_is_kept", [True, False])
+def test_tensors_of_a_call_under_way_are_kept(pool, work_is_kept):
+    pool(2).run(memory_is_kept, work_is_kept)
 
 
 def futures(rank: int, world_size: int) -> None:
